@@ -1,0 +1,24 @@
+"""Thinwire: DeMo (decoupled momentum optimization) for PyTorch, data-parallel training over thin wires."""
+
+from thinwire.core.errors import (
+    AgreementError,
+    CheckpointError,
+    ExchangeError,
+    NonFiniteGradientError,
+    PayloadError,
+    ThinwireError,
+)
+from thinwire.exchange.gradient_sync import disable_gradient_sync
+from thinwire.optimizer import DeMo
+
+__all__ = [
+    "AgreementError",
+    "CheckpointError",
+    "DeMo",
+    "ExchangeError",
+    "NonFiniteGradientError",
+    "PayloadError",
+    "ThinwireError",
+    "disable_gradient_sync",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,40 @@
+"""From everyone's coefficients to one set: the combine rules.
+
+Replicas are added one after the other, in replica order, and no replica names an index twice, so the sum of every
+coefficient is formed in the same order on every replica and device: no float atomics decide anything.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+COMBINE_RULES = ("mean_over_senders", "mean_over_replicas")
+
+
+def combine(messages: Sequence[tuple[Tensor, Tensor]], combined_CE: Tensor, rule: str) -> Tensor:
+    """Combine each replica's (indices_CK, values_CK) into ``combined_CE``, which is overwritten and returned.
+
+    ``mean_over_senders`` divides a coefficient by the number of replicas that sent it, ``mean_over_replicas`` by the
+    number of replicas. A value of 0 is not a vote: it does not count as sent.
+    """
+    combined_CE.zero_()
+    for indices_CK, values_CK in messages:
+        combined_CE.scatter_add_(1, _slots(indices_CK, combined_CE), values_CK.to(combined_CE.dtype))
+    if len(messages) == 1:
+        return combined_CE
+    if rule == "mean_over_senders":
+        return combined_CE.div_(_count_senders(messages, combined_CE).clamp_(min=1))
+    return combined_CE.div_(len(messages))
+
+
+def _count_senders(messages: Sequence[tuple[Tensor, Tensor]], like_CE: Tensor) -> Tensor:
+    num_senders = torch.zeros_like(like_CE, dtype=torch.int16)
+    for indices_CK, values_CK in messages:
+        num_senders.scatter_add_(1, _slots(indices_CK, like_CE), (values_CK != 0).to(torch.int16))
+    return num_senders
+
+
+def _slots(indices_CK: Tensor, like_CE: Tensor) -> Tensor:
+    """Indices with voids moved into range; they carry the value 0 and count for nothing there."""
+    return indices_CK.clamp(max=like_CE.shape[1] - 1)

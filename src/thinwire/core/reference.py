@@ -1,0 +1,153 @@
+"""The oracle: DeMo for R replicas and one tensor, whole, slow and plain. Every fast path is tested against it.
+
+It shares no code with them: dictionaries instead of scatter, a loop instead of a matrix of chunks, Python floats for the
+codecs. ``momenta[r]`` maps (chunk, index) to a coefficient; a chunk is named by where it begins.
+"""
+
+import math
+import struct
+
+import torch
+from torch import Tensor
+
+Coefficients = dict[tuple[int, int], float]
+
+
+def dct_matrix(n: int) -> Tensor:
+    """Orthonormal DCT-II."""
+    rows = [[math.cos(math.pi * f * (2 * x + 1) / (2 * n)) for x in range(n)] for f in range(n)]
+    return torch.tensor(rows, dtype=torch.float64) * torch.tensor([1 / n] + [2 / n] * (n - 1), dtype=torch.float64).sqrt()[:, None]
+
+
+def to_chunks(matrices: Tensor, edges: tuple[int, int], transform: bool) -> list[Tensor]:
+    """Cut (matrices, rows, cols) into padded chunks, matrix by matrix, row by row, and transform each."""
+    a, b = edges
+    chunks = []
+    for matrix in matrices:
+        for top in range(0, matrix.shape[0], a):
+            for left in range(0, matrix.shape[1], b):
+                block = matrix[top : top + a, left : left + b]
+                chunk = torch.zeros(a, b, dtype=torch.float64)
+                chunk[: block.shape[0], : block.shape[1]] = block
+                chunks.append(dct_matrix(a) @ chunk @ dct_matrix(b).T if transform else chunk)
+    return chunks
+
+
+def from_chunks(chunks: list[Tensor], shape: tuple[int, int, int], edges: tuple[int, int], transform: bool) -> Tensor:
+    """The inverse of `to_chunks`; padding is dropped."""
+    a, b = edges
+    matrices, source = torch.zeros(shape, dtype=torch.float64), iter(chunks)
+    for matrix in matrices:
+        for top in range(0, shape[1], a):
+            for left in range(0, shape[2], b):
+                chunk = next(source)
+                chunk = dct_matrix(a).T @ chunk @ dct_matrix(b) if transform else chunk
+                block = matrix[top : top + a, left : left + b]
+                block += chunk[: block.shape[0], : block.shape[1]]
+    return matrices
+
+
+def strongest(chunk: list[float], num_kept: int) -> list[int]:
+    """The K largest magnitudes that are not 0; of equals the lower index."""
+    order = sorted(range(len(chunk)), key=lambda index: (-abs(chunk[index]), index))
+    return sorted(index for index in order[:num_kept] if chunk[index] != 0)
+
+
+def quantise(values: list[float], codec: str) -> tuple[list[float], float]:
+    """What the peers see of these values, and how much momentum one unit of that stands for."""
+    largest, mean = max(map(abs, values), default=0.0), sum(map(abs, values)) / max(1, len(values))
+    if codec == "float32":
+        return [struct.unpack("f", struct.pack("f", value))[0] for value in values], 1.0
+    if codec == "bfloat16":
+        return [to_bfloat16(value) for value in values], 1.0
+    if codec in ("int8", "int4"):
+        steps = 127 if codec == "int8" else 7
+        scale = to_bfloat16(largest / steps)
+        return [max(-steps, min(steps, round(value / scale))) * scale if scale else 0.0 for value in values], 1.0
+    signs = [math.copysign(1.0, value) for value in values]
+    if codec == "sign_scale":
+        return [sign * to_bfloat16(mean) for sign in signs], 1.0
+    return signs, mean
+
+
+def to_bfloat16(value: float) -> float:
+    """Round to the nearest bfloat16, ties to even."""
+    return float(torch.tensor(value, dtype=torch.float64).to(torch.float32).to(torch.bfloat16))
+
+
+def exchange(
+    momenta: list[list[Tensor]], num_kept: int, codec: str, combine: str, share: float = 1.0
+) -> list[Tensor]:
+    """Steps 3 to 6 for all chunks: each replica sends and subtracts; the combined coefficients of every chunk return."""
+    combined = []
+    for chunk in range(len(momenta[0])):
+        sums: dict[int, float] = {}
+        senders: dict[int, int] = {}
+        for momentum in momenta:
+            flat = momentum[chunk].view(-1)
+            kept = strongest(flat.tolist(), num_kept)
+            sent, unit = quantise([float(flat[index]) * share for index in kept], codec)
+            for index, value in zip(kept, sent, strict=True):
+                flat[index] -= value * unit
+                sums[index] = sums.get(index, 0.0) + value
+                senders[index] = senders.get(index, 0) + (value != 0)
+        result = torch.zeros_like(momenta[0][chunk])
+        for index, total in sums.items():
+            count = senders[index] if combine == "mean_over_senders" else len(momenta)
+            result.view(-1)[index] = total / max(1, count)
+        combined.append(result)
+    return combined
+
+
+def update(parameter: Tensor, d: Tensor, state: dict[str, Tensor], rule: str, lr: float, step: int) -> None:
+    """Step 8, on (matrices, rows, cols), with the default betas (0.9, 0.99) and eps 1e-8."""
+    if rule == "sign":
+        parameter -= lr * torch.sign(d)
+    elif rule == "sgd":
+        parameter -= lr * d
+    elif rule == "adamw":
+        state["v"] = 0.99 * state.get("v", torch.zeros_like(d)) + 0.01 * d**2
+        parameter -= lr * d / ((state["v"] / (1 - 0.99**step)).sqrt() + 1e-8)
+    elif rule == "lion":
+        average = state.get("m", torch.zeros_like(d))
+        parameter -= lr * torch.sign(0.9 * average + 0.1 * d)
+        state["m"] = 0.99 * average + 0.01 * d
+    elif rule == "muon":
+        for p, matrix in zip(parameter, d, strict=True):
+            u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+            s = s / s.square().sum().sqrt() if s.any() else s
+            for _ in range(5):
+                s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+            p -= lr * max(1.0, d.shape[1] / d.shape[2]) ** 0.5 * (u * s) @ vh
+
+
+class Oracle:
+    """One tensor, seen as (matrices, rows, cols), trained by R replicas that share ``parameter``."""
+
+    def __init__(self, parameter: Tensor, num_replicas: int, edges: tuple[int, int], num_kept: int, **options: object) -> None:
+        self.parameter = parameter.double().clone()
+        self.edges, self.num_kept, self.options = edges, num_kept, options
+        zeros = torch.zeros_like(self.parameter)
+        self.momenta = [to_chunks(zeros, edges, False) for _ in range(num_replicas)]
+        self.state: dict[str, Tensor] = {}
+        self.step_count = 0
+
+    def step(self, gradients: list[Tensor], lr: float, decay: float, weight_decay: float = 0.0) -> None:
+        """One step from each replica's gradient."""
+        o = self.options
+        transform, in_momentum = bool(o.get("transform", True)), bool(o.get("lr_in_momentum", False))
+        self.step_count += 1
+        self.parameter *= 1 - lr * weight_decay
+        for momentum, gradient in zip(self.momenta, gradients, strict=True):
+            for m, g in zip(momentum, to_chunks(gradient.double(), self.edges, transform), strict=True):
+                m.mul_(decay).add_(g * (lr if in_momentum else 1.0))
+        combined = exchange(
+            self.momenta,
+            self.num_kept,
+            str(o.get("values", "float32")),
+            str(o.get("combine", "mean_over_senders")),
+            float(o.get("share", 1.0)),  # type: ignore[arg-type]
+        )
+        shape = (self.parameter.shape[0], self.parameter.shape[1], self.parameter.shape[2])
+        d = from_chunks(combined, shape, self.edges, transform)
+        update(self.parameter, d, self.state, str(o.get("rule", "sign")), lr, self.step_count)

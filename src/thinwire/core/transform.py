@@ -1,0 +1,85 @@
+"""The chunked orthonormal DCT-II, forward over gradients and inverse over combined coefficients.
+
+A chunk X of ``row_edge x col_edge`` elements becomes ``A X B^T`` with A and B the DCT matrices of its edges; the inverse
+is ``A^T Y B``. An edge of 1 needs no transform, and a *dense* chunk has none at all (its coefficients are its elements).
+"""
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from thinwire.core.layout import ChunkLayout, chunks_view
+from thinwire.core.scratch import Scratch
+
+
+@functools.lru_cache(maxsize=256)
+def dct_basis(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The orthonormal DCT-II matrix: row f holds the cosine of frequency f. Rounded once, from float64."""
+    position = torch.arange(size, dtype=torch.float64) + 0.5
+    frequency = torch.arange(size, dtype=torch.float64)[:, None]
+    basis = torch.cos(frequency * position * (math.pi / size)) * math.sqrt(2.0 / size)
+    basis[0] = math.sqrt(1.0 / size)
+    return basis.to(dtype=dtype, device=device)
+
+
+def forward(bands: Tensor, layout: ChunkLayout, scratch: Scratch) -> Tensor:
+    """Transform (bands, row_edge, cols) to coefficients seen as (bands, chunks_per_band, row_edge, col_edge).
+
+    The gradient is multiplied where it lies: along its columns as one tall matrix product, then along the rows of each
+    band, so no pass is spent on bringing it into chunk order; the result is a strided view in that order.
+    """
+    if layout.dense:
+        return chunks_view(bands, layout)
+    coefficients = bands
+    if layout.col_edge > 1:
+        basis = dct_basis(layout.col_edge, bands.dtype, bands.device)
+        coefficients = _along_cols(coefficients, basis.T, scratch.like("first", bands))
+    if layout.row_edge > 1:
+        basis = dct_basis(layout.row_edge, bands.dtype, bands.device)
+        coefficients = _along_rows(basis, coefficients, scratch.like("second", bands))
+    return chunks_view(coefficients, layout)
+
+
+def inverse_(coefficients_CE: Tensor, layout: ChunkLayout, scratch: Scratch) -> Tensor:
+    """Transform combined coefficients (C, E) back to elements (C, row_edge, col_edge), overwriting them."""
+    chunks = coefficients_CE.view(-1, layout.row_edge, layout.col_edge)
+    if layout.dense:
+        return chunks
+    elements = chunks
+    if layout.row_edge > 1:
+        basis = dct_basis(layout.row_edge, chunks.dtype, chunks.device)
+        elements = _along_rows(basis.T, elements, scratch.like("second", chunks))
+    if layout.col_edge > 1:
+        basis = dct_basis(layout.col_edge, chunks.dtype, chunks.device)
+        target = chunks if layout.row_edge > 1 else scratch.like("second", chunks)
+        elements = _along_cols(elements, basis, target)
+    return elements
+
+
+def inverse_of_few(indices_CJ: Tensor, values_CJ: Tensor, layout: ChunkLayout, scratch: Scratch) -> Tensor:
+    """The same inverse from a list of J coefficients per chunk, in any order; voids hold the value 0.
+
+    The sum of v * (row of A) x (row of B) over the list is one matrix product of gathered basis rows, and needs about
+    J / (row_edge + col_edge) of the arithmetic of `inverse_`.
+    """
+    (num_chunks, num_listed), edges = indices_CJ.shape, (layout.row_edge, layout.col_edge)
+    dtype, device = values_CJ.dtype, values_CJ.device
+    flat = indices_CJ.clamp(max=layout.num_elements - 1).view(-1)
+    factors = []
+    for frequencies, edge, role in zip((flat // edges[1], flat % edges[1]), edges, ("rows", "cols"), strict=True):
+        gathered = scratch.take(f"{role}_of_few", (len(flat), edge), dtype, device)
+        factors.append(torch.index_select(dct_basis(edge, dtype, device), 0, frequencies, out=gathered))
+    factors[1].mul_(values_CJ.reshape(-1, 1))
+    rows, cols = (factor.view(num_chunks, num_listed, -1) for factor in factors)
+    return torch.bmm(rows.transpose(1, 2), cols, out=scratch.take("second", (num_chunks, *edges), dtype, device))
+
+
+def _along_cols(blocks: Tensor, basis: Tensor, product: Tensor) -> Tensor:
+    torch.mm(blocks.reshape(-1, len(basis)), basis, out=product.view(-1, len(basis)))
+    return product
+
+
+def _along_rows(basis: Tensor, blocks: Tensor, product: Tensor) -> Tensor:
+    return torch.bmm(basis.expand(len(blocks), -1, -1), blocks, out=product)

@@ -1,0 +1,97 @@
+"""Update rules: how the decoded direction d, the same on every replica, changes the parameters.
+
+Each rule is one row of `UPDATE_RULES`. A rule changes ``p`` in place and may overwrite ``d``; all tensors have one shape
+and one dtype, the compute dtype. Products are rounded before they are added (no fused multiply-add), so that a rule
+gives the same bits wherever each single operation does.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """The settings of one parameter group that its rule reads, at one step (the first step is 1)."""
+
+    lr: float
+    step: int
+    betas: tuple[float, float]
+    eps: float
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """``apply_(p, d, state, hyper)``; ``state_names`` are float tensors of p's shape, zero at first."""
+
+    name: str
+    apply_: Callable[[Tensor, Tensor, dict[str, Tensor], Hyper], None]
+    state_names: tuple[str, ...] = ()
+    whole_matrices: bool = False
+    """Whether the rule needs d whole, as (matrices, rows, cols), instead of any part of it."""
+
+
+def sign_(p: Tensor, d: Tensor, state: dict[str, Tensor], hyper: Hyper) -> None:
+    """``p <- p - lr * sign(d)``: DeMo as published."""
+    p.add_(d.sign_(), alpha=-hyper.lr)  # a product with 1, -1 or 0 is exact, so fusing it with the sum changes nothing
+
+
+def sgd_(p: Tensor, d: Tensor, state: dict[str, Tensor], hyper: Hyper) -> None:
+    """``p <- p - lr * d``."""
+    p.sub_(d.mul_(hyper.lr))
+
+
+def adamw_(p: Tensor, d: Tensor, state: dict[str, Tensor], hyper: Hyper) -> None:
+    """``p <- p - lr * d / (sqrt(v) + eps)`` with v the bias-corrected mean of d^2 (decay ``betas[1]``)."""
+    second_moment, beta = state["second_moment"], hyper.betas[1]
+    second_moment.mul_(beta).add_((d * d).mul_(1 - beta))
+    denominator = (second_moment / (1 - beta**hyper.step)).sqrt_().add_(hyper.eps)
+    p.sub_(d.div_(denominator).mul_(hyper.lr))
+
+
+def lion_(p: Tensor, d: Tensor, state: dict[str, Tensor], hyper: Hyper) -> None:
+    """``p <- p - lr * sign(b1*M + (1-b1)*d)``, then ``M <- b2*M + (1-b2)*d``."""
+    average, (beta1, beta2) = state["direction_average"], hyper.betas
+    blend = (average * beta1).add_(d * (1 - beta1))
+    p.add_(blend.sign_(), alpha=-hyper.lr)
+    average.mul_(beta2).add_(d.mul_(1 - beta2))
+
+
+def muon_(p: Tensor, d: Tensor, state: dict[str, Tensor], hyper: Hyper) -> None:
+    """``p <- p - lr * sqrt(max(1, rows/cols)) * U V^T`` with ``d = U S V^T``, per matrix; a vector is one row."""
+    scale = max(1.0, d.shape[-2] / d.shape[-1]) ** 0.5
+    p.sub_(orthogonalise(d).mul_(hyper.lr * scale))
+
+
+# Coefficients of an odd quintic a*s + b*s^3 + c*s^5 that is applied five times; they push every singular value in (0, 1]
+# quickly towards 1 and leave it between about 0.7 and 1.2 (Jordan et al., Muon, 2024).
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
+    """Replace the singular values of each matrix by about 1 (Newton-Schulz); a zero matrix stays zero."""
+    a, b, c = _QUINTIC
+    wide = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
+    # Divided by the largest element first: the squares in the norm of a very small or large d would leave the range.
+    largest = wide.abs().amax(dim=(-2, -1), keepdim=True)
+    x = wide / torch.where(largest > 0, largest, 1)
+    norm = torch.linalg.matrix_norm(x, keepdim=True)
+    x = x / torch.where(norm > 0, norm, 1)
+    for _ in range(num_iterations):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.mT if matrices.shape[-2] > matrices.shape[-1] else x
+
+
+UPDATE_RULES: dict[str, UpdateRule] = {
+    rule.name: rule
+    for rule in (
+        UpdateRule("sign", sign_),
+        UpdateRule("sgd", sgd_),
+        UpdateRule("adamw", adamw_, state_names=("second_moment",)),
+        UpdateRule("lion", lion_, state_names=("direction_average",)),
+        UpdateRule("muon", muon_, whole_matrices=True),
+    )
+}

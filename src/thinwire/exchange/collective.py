@@ -1,0 +1,151 @@
+"""The transport over a `torch.distributed` process group: gloo, NCCL, or any backend with an all-gather of bytes.
+
+Every wait has a deadline. A replica that has waited for a second says so in the group's store; when an exchange fails, those
+who have said nothing are the ones that were waited for, and the error names them. A fast exchange never touches the store.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.core.errors import ExchangeError
+from thinwire.exchange.transport import Pending
+
+_ANNOUNCE_AFTER_SECONDS = 1.0
+_instances = itertools.count()
+
+
+class CollectiveTransport:
+    """One replica per rank of a process group."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
+        self._group = group
+        self._timeout_seconds = timeout_seconds
+        self.replica = dist.get_rank(group)
+        self.num_replicas = dist.get_world_size(group)
+        # Ranks build their transports in the same order, so the count is the same on all of them.
+        self._roster = _Roster(_store_of(group), f"thinwire/{next(_instances)}", self.replica, self.num_replicas)
+        self._device = _message_device(group)
+
+    def start_all_gather(self, message_B: Tensor, what: str) -> Pending:
+        """Begin one all-gather. The result arrives on the device of ``message_B``."""
+        mine = message_B.to(self._device or message_B.device).contiguous()
+        everyone = torch.empty(self.num_replicas * mine.numel(), dtype=mine.dtype, device=mine.device)
+        work = self._start(lambda: _all_gather(everyone, mine, self._group), what)
+        gathered = everyone.view(self.num_replicas, -1)
+        return _Gather(self, work, what, gathered, message_B.device)
+
+    def broadcast_(self, tensor: Tensor, what: str) -> None:
+        """Overwrite ``tensor`` with replica 0's."""
+        buffer = tensor.detach().to(self._device or tensor.device).contiguous()
+        source = dist.get_global_rank(self._group, 0)
+        work = self._start(lambda: dist.broadcast(buffer, source, self._group, async_op=True), what)
+        self.wait_for(work, what)
+        if buffer.data_ptr() != tensor.data_ptr():
+            tensor.copy_(buffer)
+
+    def wait_for(self, work: dist.Work, what: str) -> None:
+        """Wait until ``work`` is done, or raise an `ExchangeError` that says for whom it waited."""
+        began = time.monotonic()
+        announcement = threading.Timer(_ANNOUNCE_AFTER_SECONDS, self._roster.announce)
+        announcement.daemon = True
+        announcement.start()
+        try:
+            work.wait(timedelta(seconds=self._timeout_seconds))
+        except RuntimeError as error:
+            raise self._failure(what, time.monotonic() - began, error) from error
+        finally:
+            announcement.cancel()
+            self._roster.num_finished += 1
+
+    def _start(self, begin: Callable[[], dist.Work | None], what: str) -> dist.Work:
+        try:
+            work = begin()
+        except RuntimeError as error:
+            raise self._failure(what, 0.0, error) from error
+        if work is None:
+            raise ExchangeError(f"{what}: this rank is not a member of the process group")
+        return work
+
+    def _failure(self, what: str, waited_seconds: float, error: RuntimeError) -> ExchangeError:
+        reason = str(error).strip().splitlines()[0]
+        return ExchangeError(f"{what}: {self._roster.who_is_missing()} after {waited_seconds:.1f} s ({reason})")
+
+
+class _Gather:
+    """An all-gather under way."""
+
+    def __init__(
+        self, transport: CollectiveTransport, work: dist.Work, what: str, gathered_RB: Tensor, device: torch.device
+    ) -> None:
+        self._transport, self._work, self._what = transport, work, what
+        self._gathered_RB, self._device = gathered_RB, device
+
+    def wait(self) -> Tensor:
+        self._transport.wait_for(self._work, self._what)
+        return self._gathered_RB.to(self._device)
+
+
+class _Roster:
+    """Who waits in which exchange, kept in the group's store: one key per replica, written only when a wait is long."""
+
+    def __init__(self, store: dist.Store | None, prefix: str, replica: int, num_replicas: int) -> None:
+        self._store, self._prefix, self._replica, self._num_replicas = store, prefix, replica, num_replicas
+        self.num_finished = 0
+
+    def announce(self) -> None:
+        """Say that this replica waits in its current exchange."""
+        if self._store is None:
+            return
+        try:
+            self._store.set(self._key(self._replica), str(self.num_finished))
+        except RuntimeError:
+            self._store = None  # the host of the store is gone; the failing exchange will say the rest
+
+    def who_is_missing(self) -> str:
+        """A phrase that names the replicas that have not come to the current exchange."""
+        self.announce()
+        time.sleep(1.5 * _ANNOUNCE_AFTER_SECONDS)  # the others fail in the same moment: give them time to say so
+        if self._store is None:
+            return "lost the connection to the other replicas, and the store cannot say to which,"
+        try:
+            missing = [replica for replica in range(self._num_replicas) if not self._is_here(replica, self._store)]
+        except RuntimeError:
+            return "lost the connection to the other replicas, and to the host of the store,"
+        if not missing:
+            return "all replicas came, but the exchange failed"
+        return f"waited for replicas {missing}, which did not come or died,"
+
+    def _is_here(self, replica: int, store: dist.Store) -> bool:
+        key = self._key(replica)
+        return replica == self._replica or (store.check([key]) and int(store.get(key)) >= self.num_finished)
+
+    def _key(self, replica: int) -> str:
+        return f"{self._prefix}/{replica}"
+
+
+def _all_gather(everyone: Tensor, mine: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    # torch 2.13 renames all_gather_into_tensor to all_gather_single and warns of the old name, which 2.11 still needs.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work | None = gather(everyone, mine, group=group, async_op=True)
+    return work
+
+
+def _store_of(group: dist.ProcessGroup) -> dist.Store | None:
+    # torch has no public name for it; without it errors are less precise, and nothing else changes.
+    find = getattr(dist.distributed_c10d, "_get_process_group_store", None)
+    return find(group) if find is not None else None
+
+
+def _message_device(group: dist.ProcessGroup) -> torch.device | None:
+    """Where messages must lie: the CPU for gloo, this rank's GPU where only NCCL is there, None if any place will do."""
+    backends = dist.get_backend_config(group)
+    if "nccl" not in backends:
+        return torch.device("cpu")
+    return None if "cpu:" in backends else torch.device("cuda", torch.cuda.current_device())

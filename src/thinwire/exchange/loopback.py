@@ -1,0 +1,135 @@
+"""R replicas as threads of one process: the same optimizer and the same bits as over a network, without one.
+
+For tests, studies and notebooks::
+
+    def train(transport):
+        model = build()
+        opt = DeMo(model.parameters(), lr=1e-3, transport=transport)
+        ...
+        return model
+
+    models = run_replicas(train, num_replicas=4)
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from thinwire.core.errors import ExchangeError
+from thinwire.exchange.transport import Pending
+
+Result = TypeVar("Result")
+
+
+class _Meeting:
+    """One exchange: who has brought a message, and how many have taken them all."""
+
+    def __init__(self) -> None:
+        self.messages: dict[int, Tensor] = {}
+        self.num_taken = 0
+
+
+class LoopbackHub:
+    """Where the replicas of one process meet. Exchanges are matched by their number, as in a process group."""
+
+    def __init__(self, num_replicas: int, timeout_seconds: float = 60.0) -> None:
+        self.num_replicas = num_replicas
+        self._timeout_seconds = timeout_seconds
+        self._meetings: dict[int, _Meeting] = {}
+        self._changed = threading.Condition()
+        self._gone: set[int] = set()
+
+    def transport(self, replica: int) -> "LoopbackTransport":
+        """The end of the wire that belongs to ``replica``."""
+        return LoopbackTransport(self, replica)
+
+    def leave(self, replica: int) -> None:
+        """Tell the others that this replica will send nothing more, so that they need not wait for their deadline."""
+        with self._changed:
+            self._gone.add(replica)
+            self._changed.notify_all()
+
+    def post(self, number: int, replica: int, message: Tensor) -> None:
+        """Bring a message to exchange ``number``."""
+        with self._changed:
+            self._meetings.setdefault(number, _Meeting()).messages[replica] = message
+            self._changed.notify_all()
+
+    def collect(self, number: int, what: str) -> Tensor:
+        """Wait until all have come, and return (R, B)."""
+        with self._changed:
+            meeting = self._meetings[number]
+            self._changed.wait_for(lambda: self._is_settled(meeting), self._timeout_seconds)
+            missing = [replica for replica in range(self.num_replicas) if replica not in meeting.messages]
+            if missing:
+                why = "left" if self._gone & set(missing) else f"did not come within {self._timeout_seconds:g} s"
+                raise ExchangeError(f"{what}: replicas {missing} {why}")
+            messages = [meeting.messages[replica] for replica in range(self.num_replicas)]
+            meeting.num_taken += 1
+            if meeting.num_taken == self.num_replicas:
+                del self._meetings[number]
+        if len({message.numel() for message in messages}) > 1:
+            raise ExchangeError(f"{what}: replicas sent {[message.numel() for message in messages]} bytes, not equally many")
+        return torch.stack([message.to(messages[0].device) for message in messages])
+
+    def _is_settled(self, meeting: _Meeting) -> bool:
+        return all(replica in meeting.messages or replica in self._gone for replica in range(self.num_replicas))
+
+
+class _Posted:
+    def __init__(self, hub: LoopbackHub, number: int, what: str, device: torch.device) -> None:
+        self._hub, self._number, self._what, self._device = hub, number, what, device
+
+    def wait(self) -> Tensor:
+        return self._hub.collect(self._number, self._what).to(self._device)
+
+
+class LoopbackTransport:
+    """One replica's end of a `LoopbackHub`."""
+
+    def __init__(self, hub: LoopbackHub, replica: int) -> None:
+        self._hub = hub
+        self.replica = replica
+        self.num_replicas = hub.num_replicas
+        self._num_exchanges = 0
+
+    def start_all_gather(self, message_B: Tensor, what: str) -> Pending:
+        """Leave a copy for the others."""
+        number = self._num_exchanges
+        self._num_exchanges += 1
+        self._hub.post(number, self.replica, message_B.clone())
+        return _Posted(self._hub, number, what, message_B.device)
+
+    def broadcast_(self, tensor: Tensor, what: str) -> None:
+        """Take replica 0's values; an exchange of everyone's bytes, of which all but one are dropped."""
+        mine = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        first = self.start_all_gather(mine, what).wait()[0]
+        tensor.copy_(first.to(tensor.device).view(tensor.dtype).view(tensor.shape))
+
+
+def run_replicas(
+    work: Callable[[LoopbackTransport], Result], num_replicas: int, timeout_seconds: float = 60.0
+) -> list[Result]:
+    """Run ``work(transport)`` once per replica, each in its own thread, and return the results in replica order.
+
+    The first exception, in replica order, is raised after all threads have ended. An `ExchangeError` is only raised where no
+    replica failed for a reason of its own.
+    """
+    hub = LoopbackHub(num_replicas, timeout_seconds)
+
+    def one(replica: int) -> Result:
+        try:
+            return work(hub.transport(replica))
+        finally:
+            hub.leave(replica)
+
+    with ThreadPoolExecutor(max_workers=num_replicas) as pool:
+        futures = [pool.submit(one, replica) for replica in range(num_replicas)]
+    errors = [error for error in (future.exception() for future in futures) if error is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, ExchangeError)):
+        raise error
+    return [future.result() for future in futures]

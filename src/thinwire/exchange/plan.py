@@ -1,0 +1,198 @@
+"""The exchange plan: which tensor's chunks lie where in which payload. Pure, frozen, the same on every replica.
+
+A *bucket* is one payload and so one collective. Inside it, a *stack* holds the records of all chunks of one parameter
+group that are cut and coded alike; an *entry* is one tensor's place in a stack. Devices are not part of the plan:
+replicas on different hardware share it.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from thinwire.core.layout import ChunkLayout, plan_layout
+from thinwire.wire.codec import ChunkCodec
+from thinwire.wire.payload import DIGEST_BYTES, HEADER_BYTES, payload_bytes
+from thinwire.wire.values import VALUE_CODECS
+
+# Dense tensors need a codec in which 0 is 0: with signs alone a bias that got no gradient would still vote.
+DENSE_VALUES = "int8"
+
+
+@dataclass(frozen=True)
+class Coding:
+    """The settings of a parameter group that decide how its tensors are cut and written."""
+
+    chunk: int
+    topk: int
+    values: str
+    layout: str
+    dense_below: int
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One parameter as all replicas must have it. ``name`` is for messages."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    group: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor in a stack: its records are [first_chunk, first_chunk + layout.num_chunks)."""
+
+    tensor: int
+    layout: ChunkLayout
+    first_chunk: int
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Chunks of one group with one cut and one codec. ``share`` is the part of a kept coefficient that is sent."""
+
+    group: int
+    codec: ChunkCodec
+    share: float
+    entries: tuple[Entry, ...]
+    offset_bytes: int
+
+    @cached_property
+    def num_chunks(self) -> int:
+        """Records in the stack."""
+        return sum(entry.layout.num_chunks for entry in self.entries)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Length of the stack in the payload."""
+        return self.num_chunks * self.codec.record_bytes
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One payload."""
+
+    index: int
+    stacks: tuple[Stack, ...]
+
+    @cached_property
+    def body_bytes(self) -> int:
+        """All records."""
+        return sum(stack.num_bytes for stack in self.stacks)
+
+    @cached_property
+    def payload_bytes(self) -> int:
+        """Header, records and padding."""
+        return payload_bytes(self.body_bytes)
+
+    @property
+    def tensors(self) -> Iterator[int]:
+        """The tensors whose chunks this bucket carries."""
+        return (entry.tensor for stack in self.stacks for entry in stack.entries)
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """What every replica sends, for tensors and group settings that all of them share."""
+
+    tensors: tuple[TensorSpec, ...]
+    codings: tuple[Coding, ...]
+    buckets: tuple[Bucket, ...]
+
+    @cached_property
+    def payload_bytes(self) -> int:
+        """Bytes one replica sends per step, headers included."""
+        return sum(bucket.payload_bytes for bucket in self.buckets)
+
+    @cached_property
+    def num_coefficients(self) -> int:
+        """Coefficients one replica sends per step."""
+        return sum(stack.num_chunks * stack.codec.num_kept for bucket in self.buckets for stack in bucket.stacks)
+
+    def layout_of(self, tensor: int) -> ChunkLayout:
+        """The cut of one tensor."""
+        return _layout(self.tensors[tensor], self.codings)
+
+    @cached_property
+    def description(self) -> tuple[str, ...]:
+        """The plan in words, a line per fact, so that two replicas can find the first that differs."""
+        lines = [f"number of buckets: {len(self.buckets)}", f"number of tensors: {len(self.tensors)}"]
+        for index, spec in enumerate(self.tensors):
+            lines.append(f"tensor {index} ({spec.name}): shape {spec.shape}, {spec.dtype}, group {spec.group}")
+        for index, coding in enumerate(self.codings):
+            lines.extend(f"group {index} {name}: {value!r}" for name, value in vars(coding).items())
+        return tuple(lines)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that differ between different plans."""
+        return digest_of(self.description)
+
+
+def digest_of(lines: Sequence[str]) -> bytes:
+    """A short hash of a description."""
+    return hashlib.sha256("\n".join(lines).encode()).digest()[:DIGEST_BYTES]
+
+
+def make_plan(tensors: Sequence[TensorSpec], codings: Sequence[Coding], num_buckets: int = 1) -> ExchangePlan:
+    """Lay out payloads. Buckets hold about equally many elements and follow backward: the last tensors come first."""
+    order = [index for index in reversed(range(len(tensors)))]
+    buckets = []
+    for index, members in enumerate(_split_evenly(order, tensors, num_buckets)):
+        buckets.append(Bucket(index, _stacks(members, tensors, codings)))
+    return ExchangePlan(tuple(tensors), tuple(codings), tuple(buckets))
+
+
+def _split_evenly(order: list[int], tensors: Sequence[TensorSpec], num_parts: int) -> list[list[int]]:
+    weights = [max(1, _numel(tensors[index])) for index in order]
+    total, seen = sum(weights), 0
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    for index, weight in zip(order, weights, strict=True):
+        parts[min(num_parts - 1, seen * num_parts // total)].append(index)
+        seen += weight
+    return [part for part in parts if part]
+
+
+def _stacks(members: list[int], tensors: Sequence[TensorSpec], codings: Sequence[Coding]) -> tuple[Stack, ...]:
+    alike: dict[tuple[int, int, int, bool], list[tuple[int, ChunkLayout]]] = {}
+    for index in members:
+        layout = _layout(tensors[index], codings)
+        if layout.num_chunks:
+            key = (tensors[index].group, layout.row_edge, layout.col_edge, layout.dense)
+            alike.setdefault(key, []).append((index, layout))
+    stacks, offset = [], HEADER_BYTES
+    for (group, _, _, dense), cuts in alike.items():
+        coding, layout = codings[group], cuts[0][1]
+        kept = layout.kept(coding.topk, coding.chunk, coding.layout)
+        codec = ChunkCodec(layout.num_elements, kept, _value_name(coding, dense))
+        share = min(1.0, coding.topk / coding.chunk**2) if dense else 1.0
+        stack = Stack(group, codec, share, _entries(cuts), offset)
+        offset += stack.num_bytes
+        stacks.append(stack)
+    return tuple(stacks)
+
+
+def _entries(cuts: list[tuple[int, ChunkLayout]]) -> tuple[Entry, ...]:
+    entries, first = [], 0
+    for index, layout in cuts:
+        entries.append(Entry(index, layout, first))
+        first += layout.num_chunks
+    return tuple(entries)
+
+
+def _value_name(coding: Coding, dense: bool) -> str:
+    return DENSE_VALUES if dense and not VALUE_CODECS[coding.values].has_zero else coding.values
+
+
+def _layout(spec: TensorSpec, codings: Sequence[Coding]) -> ChunkLayout:
+    coding = codings[spec.group]
+    return plan_layout(spec.shape, coding.chunk, coding.dense_below, coding.layout)
+
+
+def _numel(spec: TensorSpec) -> int:
+    numel = 1
+    for size in spec.shape:
+        numel *= size
+    return numel

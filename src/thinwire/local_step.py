@@ -1,0 +1,242 @@
+"""One replica's share of a step: its gradients into a payload, and everyone's payloads into its parameters.
+
+This is the torch backend, and the readable one: follow `LocalStep.encode_` and `LocalStep.apply_` to follow a gradient to
+the wire and back. Shape letters: C chunks, E elements, K kept coefficients, R replicas, B bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from thinwire.core import transform
+from thinwire.core.combine import combine
+from thinwire.core.layout import bands_of, chunks_view, crop_to_rows, matrix_shape, rows_of
+from thinwire.core.scratch import Scratch
+from thinwire.core.selection import gather_kept, select_topk, subtract_sent_
+from thinwire.core.update_rules import Hyper, UpdateRule
+from thinwire.exchange.plan import Bucket, ExchangePlan, Stack
+from thinwire.slabs import LocalTensor, Piece, Slab, Tile, cut_slabs
+
+
+@dataclass(frozen=True)
+class GroupStep:
+    """What one parameter group does at this step: ``m <- decay * m + gradient_scale * T(g)``, then its update rule."""
+
+    decay: float
+    gradient_scale: float
+    rule: UpdateRule
+    hyper: Hyper
+    weight_decay: float
+    chunk: int
+
+
+@dataclass
+class Encoding:
+    """A bucket's payload, and per slab the sender's unit where the value codec keeps one, so that it can be undone."""
+
+    payload_B: Tensor
+    units: dict[Slab, Tensor] = field(default_factory=dict)
+
+
+class LocalStep:
+    """The tensors of one replica, and what a step does with them, bucket by bucket."""
+
+    def __init__(self, plan: ExchangePlan, tensors: Sequence[LocalTensor]) -> None:
+        self.tensors = tensors
+        self._slabs = {
+            stack: cut_slabs(stack, tensors) for bucket in plan.buckets for stack in bucket.stacks
+        }
+
+    def encode_(self, bucket: Bucket, groups: Sequence[GroupStep]) -> Encoding:
+        """Accumulate the gradients into the momenta, and move the strongest coefficients from there into a payload.
+
+        The header is left to the caller.
+        """
+        device = next((self.tensors[index].parameter.device for index in bucket.tensors), torch.device("cpu"))
+        encoding = Encoding(torch.zeros(bucket.payload_bytes, dtype=torch.uint8, device=device))
+        gradients, scratch = self._gradients(bucket), Scratch()
+        for stack in bucket.stacks:
+            records_CB = stack_records(encoding.payload_B, stack)
+            for slab in self._slabs[stack]:
+                group = groups[stack.group]
+                indices_CK, kept_CK = self._accumulate_and_select(slab, stack, gradients, group, scratch)
+                encoded = stack.codec.encode(indices_CK, kept_CK)
+                records_CB[slab.records] = encoded.records_CB.to(device)
+                if encoded.unit_C1 is not None:
+                    encoding.units[slab] = encoded.unit_C1
+                self._subtract(slab, indices_CK, encoded.removed_CK)
+        return encoding
+
+    def undo_(self, bucket: Bucket, groups: Sequence[GroupStep], encoding: Encoding) -> None:
+        """Take `encode_` back after an exchange that failed, to the rounding of the momentum's dtype.
+
+        What was sent is added again, this step's gradient is taken out, and the decay is divided out. A decay of 0 had
+        erased the old momentum, which then comes back as 0.
+        """
+        gradients, scratch = self._gradients(bucket), Scratch()
+        for stack in bucket.stacks:
+            group = groups[stack.group]
+            records_CB = stack_records(encoding.payload_B, stack)
+            for slab in self._slabs[stack]:
+                indices_CK, sent_CK = stack.codec.decode(records_CB[slab.records].to(slab.device))
+                self._subtract(slab, indices_CK, -sent_CK.to(slab.dtype) * encoding.units.get(slab, 1.0))
+                for piece in slab.pieces:
+                    momentum_CE = self._momentum_of(piece)
+                    before = momentum_CE.to(slab.dtype)
+                    self._accumulate(piece, before, gradients, 1.0, -group.gradient_scale, scratch)
+                    momentum_CE.copy_(before.mul_(1 / group.decay if group.decay else 0.0))
+
+    def apply_(
+        self, bucket: Bucket, groups: Sequence[GroupStep], payloads_RB: Tensor, combine_rule: str
+    ) -> None:
+        """Combine everyone's payloads, transform back, and let each group's update rule change its parameters."""
+        scratch = Scratch()
+        targets = {index: self.tensors[index].parameter.contiguous() for index in bucket.tensors}
+        wholes: dict[int, Tensor] = {}
+        for stack in bucket.stacks:
+            group = groups[stack.group]
+            stacks_RCB = stack_records(payloads_RB, stack)
+            for slab in self._slabs[stack]:
+                messages = [stack.codec.decode(records_CB[slab.records].to(slab.device)) for records_CB in stacks_RCB]
+                for tile in slab.tiles:
+                    direction = _decode_tile(tile, slab, stack, messages, combine_rule, scratch)
+                    for piece in tile.pieces:
+                        local, target = self.tensors[piece.tensor], targets[piece.tensor]
+                        part = direction[piece.tile_chunks]
+                        if group.rule.whole_matrices:
+                            _apply_whole_(local, target, piece, part, group, wholes)
+                        else:
+                            _apply_piece_(local, target, piece, part, group)
+        for index, target in targets.items():
+            if target.data_ptr() != self.tensors[index].parameter.data_ptr():
+                self.tensors[index].parameter.copy_(target)
+
+    def _gradients(self, bucket: Bucket) -> dict[int, Tensor]:
+        found = ((index, self.tensors[index].parameter.grad) for index in bucket.tensors)
+        return {index: gradient.contiguous() for index, gradient in found if gradient is not None}
+
+    def _momentum_of(self, piece: Piece) -> Tensor:
+        return self.tensors[piece.tensor].momentum_CE[piece.tensor_chunks]
+
+    def _accumulate_and_select(
+        self, slab: Slab, stack: Stack, gradients: dict[int, Tensor], group: GroupStep, scratch: Scratch
+    ) -> tuple[Tensor, Tensor]:
+        """The new momentum of a slab, and from it what is to be sent: indices and values (C, K)."""
+        num_elements, num_kept = stack.codec.num_elements, stack.codec.num_kept
+        sends_all = stack.codec.index_codec.name == "all"
+        indices_CK = torch.empty(slab.num_chunks, num_kept, dtype=torch.int64, device=slab.device)
+        kept_CK = torch.empty(slab.num_chunks, num_kept, dtype=slab.dtype, device=slab.device)
+        for tile in slab.tiles:
+            shape = (tile.num_chunks, num_elements)
+            current = []
+            for piece in tile.pieces:
+                momentum_CE = after = self._momentum_of(piece)
+                if momentum_CE.dtype != slab.dtype:
+                    after = scratch.take("momentum", shape, slab.dtype, slab.device)[piece.tile_chunks]
+                    after.copy_(momentum_CE)
+                self._accumulate(piece, after, gradients, group.decay, group.gradient_scale, scratch)
+                if momentum_CE.dtype != slab.dtype:
+                    momentum_CE.copy_(after)
+                current.append(after)
+            tile_indices = indices_CK[tile.slab_chunks]
+            if sends_all:
+                tile_indices.copy_(torch.arange(num_elements, device=slab.device))
+            else:
+                magnitude_CE = scratch.take("first", shape, slab.dtype, slab.device)
+                for piece, after in zip(tile.pieces, current, strict=True):
+                    torch.abs(after, out=magnitude_CE[piece.tile_chunks])
+                copy_CE = scratch.take("second", shape, slab.dtype, slab.device)
+                tile_indices.copy_(select_topk(magnitude_CE, num_kept, copy_CE))
+            for piece, after in zip(tile.pieces, current, strict=True):
+                kept_CK[piece.slab_chunks] = gather_kept(after, indices_CK[piece.slab_chunks])
+        return indices_CK, kept_CK.mul_(stack.share) if stack.share != 1 else kept_CK
+
+    def _accumulate(
+        self,
+        piece: Piece,
+        momentum_CE: Tensor,
+        gradients: dict[int, Tensor],
+        decay: float,
+        gradient_scale: float,
+        scratch: Scratch,
+    ) -> None:
+        """``m <- decay * m + gradient_scale * T(g)`` for the chunks of a piece; a missing gradient counts as zero."""
+        gradient = gradients.get(piece.tensor)
+        if gradient is None:
+            momentum_CE.mul_(decay)
+            return
+        bands = bands_of(gradient, piece.layout, piece.start, piece.stop).to(momentum_CE.dtype)
+        coefficients = transform.forward(bands, piece.layout, scratch)
+        if gradient_scale != 1:
+            coefficients = coefficients * gradient_scale
+        chunks = momentum_CE.view(coefficients.shape)
+        torch.add(coefficients, chunks, alpha=decay, out=chunks)
+
+    def _subtract(self, slab: Slab, indices_CK: Tensor, removed_CK: Tensor) -> None:
+        for piece in slab.pieces:
+            where = piece.slab_chunks
+            subtract_sent_(self._momentum_of(piece), indices_CK[where], removed_CK[where])
+
+
+def stack_records(payloads: Tensor, stack: Stack) -> Tensor:
+    """The records of a stack as (..., C, record_bytes), a view of one payload (B) or of everyone's (R, B)."""
+    body = payloads[..., stack.offset_bytes : stack.offset_bytes + stack.num_bytes]
+    return body.unflatten(-1, (stack.num_chunks, stack.codec.record_bytes))
+
+
+def _decode_tile(
+    tile: Tile,
+    slab: Slab,
+    stack: Stack,
+    messages: list[tuple[Tensor, Tensor]],
+    combine_rule: str,
+    scratch: Scratch,
+) -> Tensor:
+    """The update direction of all chunks of the tile, (C, row_edge, col_edge)."""
+    layout = tile.pieces[0].layout
+    mine = [(indices[tile.slab_chunks], values[tile.slab_chunks]) for indices, values in messages]
+    if len(mine) == 1 and not layout.dense and 2 * stack.codec.num_kept <= layout.row_edge + layout.col_edge:
+        indices_CK, values_CK = mine[0]  # alone, nothing is combined, and few coefficients need little arithmetic
+        return transform.inverse_of_few(indices_CK, values_CK.to(slab.dtype), layout, scratch)
+    shape = (tile.num_chunks, stack.codec.num_elements)
+    combined_CE = combine(mine, scratch.take("first", shape, slab.dtype, slab.device), combine_rule)
+    return transform.inverse_(combined_CE, layout, scratch)
+
+
+def _apply_piece_(local: LocalTensor, target: Tensor, piece: Piece, direction: Tensor, group: GroupStep) -> None:
+    """An element-wise rule on the part of a parameter that a piece covers: a view in chunk order, or rows if padded."""
+    layout, start, stop = piece.layout, piece.start, piece.stop
+    wholes = (target, *local.rule_state.values())
+    if layout.is_padded:
+        parts = [rows_of(whole, layout, start, stop) for whole in wholes]
+        direction = crop_to_rows(direction, layout, start, stop)
+    else:
+        parts = [chunks_view(bands_of(whole, layout, start, stop), layout) for whole in wholes]
+        direction = direction.view(parts[0].shape)
+    _change_(parts[0], direction, dict(zip(local.rule_state, parts[1:], strict=True)), group)
+
+
+def _apply_whole_(
+    local: LocalTensor, target: Tensor, piece: Piece, direction: Tensor, group: GroupStep, wholes: dict[int, Tensor]
+) -> None:
+    """A rule on whole matrices: collect the direction of the tensor, and apply it with the last piece."""
+    layout = piece.layout
+    if piece.start == 0:
+        wholes[piece.tensor] = torch.empty(target.shape, dtype=direction.dtype, device=direction.device)
+    part = crop_to_rows(direction, layout, piece.start, piece.stop)
+    rows_of(wholes[piece.tensor], layout, piece.start, piece.stop).copy_(part)
+    if piece.ends_tensor:
+        shape = matrix_shape(tuple(target.shape), group.chunk)
+        _change_(target.view(shape), wholes.pop(piece.tensor).view(shape), local.rule_state, group)
+
+
+def _change_(parameter: Tensor, direction: Tensor, state: dict[str, Tensor], group: GroupStep) -> None:
+    """Weight decay and update rule, computed in the direction's dtype and rounded once to the parameter's."""
+    target = parameter.to(direction.dtype)
+    if group.weight_decay:
+        target.mul_(1 - group.hyper.lr * group.weight_decay)
+    group.rule.apply_(target, direction, state, group.hyper)
+    if target is not parameter:
+        parameter.copy_(target)

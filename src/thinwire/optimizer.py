@@ -1,0 +1,462 @@
+"""DeMo as a `torch.optim.Optimizer`: `DeMo.step` reads as the algorithm does."""
+
+import logging
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from thinwire import checkpoint
+from thinwire.core.combine import COMBINE_RULES
+from thinwire.core.errors import NonFiniteGradientError, ThinwireError, check_bool, check_choice, check_float, check_int
+from thinwire.core.layout import empty_momentum
+from thinwire.core.update_rules import UPDATE_RULES, Hyper
+from thinwire.exchange.agreement import Answer, Problem, hold_roll_call
+from thinwire.exchange.collective import CollectiveTransport
+from thinwire.exchange.gradient_sync import is_synchronised_by_ddp
+from thinwire.exchange.plan import Bucket, ExchangePlan, TensorSpec, make_plan
+from thinwire.exchange.traffic import Count, Traffic
+from thinwire.exchange.transport import SoloTransport, Transport
+from thinwire.local_step import Encoding, GroupStep, LocalStep, stack_records
+from thinwire.options import MOMENTUM_DTYPES, check_group, check_parameter, coding_of, lr_of, settings_lines
+from thinwire.slabs import LocalTensor
+from thinwire.wire.payload import Header, check_payload, seal_
+
+_log = logging.getLogger("thinwire")
+ON_NONFINITE = ("raise", "skip")
+BACKENDS = ("auto", "torch")
+DEFAULT_DENSE_BELOW = 4096
+
+
+class DeMo(Optimizer):
+    """Decoupled momentum: each replica keeps its own momentum and exchanges only the strongest frequencies of it.
+
+    Use it in place of another optimizer, on a model whose gradients are *not* averaged between replicas. With more than
+    one replica the constructor is collective, as DDP's is: every rank must call it, and parameters start as replica 0's.
+
+    Arguments:
+        params: parameters, named parameters or parameter groups. Those that do not require a gradient are left alone.
+        lr: learning rate. May differ per group, as may all options down to ``momentum_dtype``.
+        momentum_decay: beta in ``m <- beta * m + g``.
+        chunk: edge of the chunks a matrix is cut into.
+        topk: coefficients kept per full ``chunk x chunk`` chunk; smaller chunks keep in proportion, at least one.
+        weight_decay: decoupled, ``p <- p * (1 - lr * weight_decay)``.
+        update: what the decoded direction does to the parameters: sign, sgd, adamw, lion or muon.
+        values: how kept coefficients are written: float32, bfloat16, int8, int4, sign_scale or sign.
+        lr_in_momentum: accumulate ``lr * g`` instead of ``g``, as the published code does.
+        layout: ``adaptive``, or ``published`` for the published code's cut (largest divisors, topk whatever the size).
+        dense_below: tensors with fewer elements are sent whole, at 8 bits, without a transform.
+        betas: lion's two decays; the adamw rule uses the second.
+        eps: added to the adamw rule's denominator.
+        maximize: go up instead of down.
+        momentum_dtype: float32, bfloat16 or float64.
+        combine: ``mean_over_senders`` or ``mean_over_replicas``.
+        on_nonfinite: what all replicas do when one has NaN or Inf in a gradient: ``raise`` or ``skip`` the step. Under a
+            `torch.amp.GradScaler` an overflow always skips.
+        process_group: the replicas; the default group if `torch.distributed` is initialised, else one replica.
+        transport: any other way to reach the replicas, e.g. `thinwire.exchange.loopback`; excludes ``process_group``.
+        sync_parameters: start from replica 0's parameters.
+        timeout_seconds: the longest wait for another replica.
+        num_buckets: payloads, and so collectives, per step.
+        backend: ``torch``; ``auto`` takes the fastest there is.
+    """
+
+    # torch.amp.GradScaler then leaves unscaling and the decision to skip to step(), where all replicas take it together.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        *,
+        momentum_decay: float = 0.999,
+        chunk: int = 64,
+        topk: int = 32,
+        weight_decay: float = 0.0,
+        update: str = "sign",
+        values: str = "sign",
+        lr_in_momentum: bool = False,
+        layout: str = "adaptive",
+        dense_below: int = DEFAULT_DENSE_BELOW,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-8,
+        maximize: bool = False,
+        momentum_dtype: str = "float32",
+        combine: str = "mean_over_senders",
+        on_nonfinite: str = "raise",
+        process_group: dist.ProcessGroup | None = None,
+        transport: Transport | None = None,
+        sync_parameters: bool = True,
+        timeout_seconds: float = 300.0,
+        num_buckets: int = 1,
+        backend: str = "auto",
+    ) -> None:
+        self._combine = check_choice("combine", combine, COMBINE_RULES)
+        self._on_nonfinite = check_choice("on_nonfinite", on_nonfinite, ON_NONFINITE)
+        self._sync_parameters = check_bool("sync_parameters", sync_parameters)
+        self._num_buckets = check_int("num_buckets", num_buckets, 1)
+        check_float("timeout_seconds", timeout_seconds, 1e-3)
+        check_choice("backend", backend, BACKENDS)
+        group_options = {
+            "lr": lr,
+            "momentum_decay": momentum_decay,
+            "chunk": chunk,
+            "topk": topk,
+            "weight_decay": weight_decay,
+            "update": update,
+            "values": values,
+            "lr_in_momentum": lr_in_momentum,
+            "layout": layout,
+            "dense_below": dense_below,
+            "betas": betas,
+            "eps": eps,
+            "maximize": maximize,
+            "momentum_dtype": momentum_dtype,
+        }
+        check_group(group_options)
+        self._is_ready = False
+        super().__init__(params, group_options)
+        self.traffic = Traffic()
+        self.num_skipped_steps = 0
+        self._transport = transport or _default_transport(process_group, timeout_seconds)
+        if transport is not None and process_group is not None:
+            raise ValueError("pass process_group or transport, not both")
+        self._waits_for_group = transport is None and process_group is None and not _is_distributed()
+        self._has_checked_sync = False
+        self._is_ready = True
+        self._rebuild()
+        self._agree_and_synchronise(self.param_groups)
+
+    @classmethod
+    def published(
+        cls,
+        params: Any,
+        lr: float = 1e-3,
+        *,
+        momentum_decay: float = 0.999,
+        chunk: int = 64,
+        topk: int = 32,
+        weight_decay: float = 0.0,
+        process_group: dist.ProcessGroup | None = None,
+        transport: Transport | None = None,
+    ) -> "DeMo":
+        """DeMo as its authors published it: the same trajectory as their code, on this wire and with these guards."""
+        return cls(
+            params,
+            lr,
+            momentum_decay=momentum_decay,
+            chunk=chunk,
+            topk=topk,
+            weight_decay=weight_decay,
+            update="sign",
+            values="float32",
+            lr_in_momentum=True,
+            layout="published",
+            combine="mean_over_senders",
+            process_group=process_group,
+            transport=transport,
+        )
+
+    @property
+    def replica(self) -> int:
+        """Which replica this is, from 0."""
+        return self._transport.replica
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas train together."""
+        return self._transport.num_replicas
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken; skipped ones do not count."""
+        return max(int(group["num_steps"]) for group in self.param_groups)
+
+    @property
+    def plan(self) -> ExchangePlan:
+        """What this replica sends each step, down to the byte."""
+        return self._plan
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one step, together with all replicas. A closure is called first, to recompute the local gradients."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_group_is_known()
+        self.traffic.start_step()
+        if self._signature() != self._planned_signature:
+            self._rebuild()
+        if self._roll_call():
+            groups = [self._group_step(group) for group in self.param_groups]
+            everyone = self._exchange(groups)
+            for bucket, payloads_RB in zip(self._plan.buckets, everyone, strict=True):
+                self._local.apply_(bucket, groups, payloads_RB, self._combine)
+            for group in self.param_groups:
+                group["num_steps"] += 1
+        else:
+            self.num_skipped_steps += 1
+        return loss
+
+    def _exchange(self, groups: list[GroupStep]) -> list[Tensor]:
+        """Encode every bucket, send it, and return everyone's checked payloads (R, B) per bucket.
+
+        If anything fails, the momenta are given back what they had.
+        """
+        encodings: list[Encoding] = []
+        try:
+            pending = []
+            for bucket in self._plan.buckets:
+                encoding = self._local.encode_(bucket, groups)
+                encodings.append(encoding)
+                seal_(encoding.payload_B, self._header(bucket, self.replica))
+                self.traffic.add(bucket.payload_bytes, self.num_replicas)
+                what = f"exchange of step {self.num_steps + 1}, bucket {bucket.index}"
+                pending.append(self._transport.start_all_gather(encoding.payload_B, what))
+            everyone = [exchange.wait() for exchange in pending]
+            for bucket, payloads_RB in zip(self._plan.buckets, everyone, strict=True):
+                self._check_received(bucket, payloads_RB)
+        except BaseException:
+            for bucket, encoding in zip(self._plan.buckets, encodings, strict=False):
+                self._local.undo_(bucket, groups, encoding)
+            raise
+        return everyone
+
+    def _check_received(self, bucket: Bucket, payloads_RB: Tensor) -> None:
+        for replica, payload_B in enumerate(payloads_RB):
+            if replica != self.replica:
+                check_payload(payload_B, self._header(bucket, replica))
+                for stack in bucket.stacks:
+                    stack.codec.check(stack_records(payload_B, stack), f"the payload of replica {replica}")
+
+    def _header(self, bucket: Bucket, replica: int) -> Header:
+        return Header(self._plan.digest, self.num_steps + 1, replica, bucket.index, bucket.body_bytes)
+
+    def _group_step(self, group: dict[str, Any]) -> GroupStep:
+        lr = float(lr_of(group))  # type: ignore[arg-type]
+        scale = lr if group["lr_in_momentum"] else 1.0
+        if getattr(self, "grad_scale", None) is not None:
+            scale /= float(self.grad_scale)
+        return GroupStep(
+            decay=group["momentum_decay"],
+            gradient_scale=-scale if group["maximize"] else scale,
+            rule=UPDATE_RULES[group["update"]],
+            hyper=Hyper(lr, group["num_steps"] + 1, tuple(group["betas"]), group["eps"]),
+            weight_decay=group["weight_decay"],
+            chunk=group["chunk"],
+        )
+
+    # Agreement: everything that must be known before anything is changed.
+
+    def _roll_call(self) -> bool:
+        """Whether all replicas can take this step. False: all skip it. Raises on every replica if they must not go on."""
+        fingerprint = 0 if self._has_checked_sync else self._gradient_fingerprint()
+        mine = Answer(b"", *self._local_problem(), fingerprint)
+        if self.num_replicas == 1:
+            answers = [mine]
+        else:
+            answers = hold_roll_call(self._description(), mine, lambda m, what: self._gather(m, what, self.traffic))
+        for replica, answer in enumerate(answers):
+            if answer.problem is not Problem.NONE:
+                return self._handle_problem(replica, answer)
+        self._check_gradient_sync([answer.gradient_fingerprint for answer in answers])
+        return True
+
+    def _handle_problem(self, replica: int, answer: Answer) -> bool:
+        name = self._plan.tensors[answer.tensor].name if 0 <= answer.tensor < len(self._plan.tensors) else "a tensor"
+        if answer.problem is Problem.SPARSE:
+            raise TypeError(f"replica {replica} has a sparse gradient for {name}; DeMo needs dense gradients")
+        if answer.problem is Problem.NONFINITE and self._on_nonfinite == "raise":
+            raise NonFiniteGradientError(
+                f"replica {replica} has NaN or Inf in the gradient of {name} at step {self.num_steps + 1}; nothing was "
+                "changed on any replica. Pass on_nonfinite='skip' to leave such steps out"
+            )
+        _log.warning("step skipped on all replicas: replica %d has NaN or Inf in the gradient of %s", replica, name)
+        return False
+
+    def _local_problem(self) -> tuple[Problem, int]:
+        """What keeps this replica from stepping, and the first tensor concerned."""
+        gradients = [(index, local.parameter.grad) for index, local in enumerate(self._local.tensors)]
+        present = [(index, gradient) for index, gradient in gradients if gradient is not None]
+        for index, gradient in present:
+            if gradient.layout != torch.strided:
+                return Problem.SPARSE, index
+        bad = _first_nonfinite(present)
+        is_scaled = getattr(self, "found_inf", None) is not None
+        if is_scaled and float(self.found_inf) > 0:
+            return Problem.OVERFLOW, max(bad, 0)
+        if bad >= 0:
+            return (Problem.OVERFLOW if is_scaled else Problem.NONFINITE), bad
+        return Problem.NONE, -1
+
+    def _gradient_fingerprint(self) -> int:
+        """A number that is equal on two replicas only if their gradients are (0 if there are none to compare)."""
+        for local in self._local.tensors:
+            gradient = local.parameter.grad
+            if gradient is not None and bool((head := gradient.flatten()[:4096].double()).any()):
+                return zlib.crc32(head.cpu().numpy().tobytes()) + 1
+        return 0
+
+    def _check_gradient_sync(self, fingerprints: list[int]) -> None:
+        """At the first step with gradients: say so if they were averaged before they came here."""
+        if self._has_checked_sync or 0 in fingerprints:
+            return
+        self._has_checked_sync = True
+        if len(fingerprints) < 2 or len(set(fingerprints)) > 1:
+            return
+        if is_synchronised_by_ddp(local.parameter for local in self._local.tensors):
+            raise ThinwireError(
+                "DistributedDataParallel averages the gradients before DeMo sees them, so nothing is saved; call "
+                "thinwire.disable_gradient_sync(ddp_model) once before training"
+            )
+        warnings.warn(
+            f"all {len(fingerprints)} replicas have the same gradients: either something averages them before DeMo sees "
+            "them, or every replica reads the same data",
+            stacklevel=4,
+        )
+
+    def _description(self) -> list[str]:
+        lines = [*self._plan.description, f"step: {self.num_steps}"]
+        lines += [f"combine: {self._combine!r}", f"on_nonfinite: {self._on_nonfinite!r}"]
+        for index, group in enumerate(self.param_groups):
+            lines += settings_lines(index, group)
+        return lines
+
+    def _gather(self, message_B: Tensor, what: str, meter: Traffic | Count) -> Tensor:
+        meter.add(message_B.numel(), self.num_replicas)
+        return self._transport.start_all_gather(message_B, what).wait()
+
+    def _agree_and_synchronise(self, groups: list[dict[str, Any]]) -> None:
+        """Compare descriptions with all replicas, then take over replica 0's parameters."""
+        if self.num_replicas == 1:
+            return
+        setup = self.traffic.setup
+        hold_roll_call(self._description(), Answer(b""), lambda message, what: self._gather(message, what, setup))
+        if not self._sync_parameters:
+            return
+        for group in groups:
+            for parameter in group["params"]:
+                if parameter.numel():
+                    setup.add(parameter.numel() * parameter.element_size(), self.num_replicas)
+                    self._transport.broadcast_(parameter.data, "first copy of replica 0's parameters")
+
+    def _check_group_is_known(self) -> None:
+        if self._waits_for_group and _is_distributed():
+            raise ThinwireError(
+                "torch.distributed was initialised after DeMo was built, so this replica would train alone; "
+                "call init_process_group first, or pass process_group"
+            )
+
+    # Plan and state.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to train; collective, like the constructor."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"a parameter group must be a dict, got {type(param_group).__name__}")
+        check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group["num_steps"] = 0
+        index = len(self.param_groups) - 1
+        try:
+            for name, parameter in _named(group, index):
+                check_parameter(parameter, name)
+        except TypeError:
+            self.param_groups.pop()
+            raise
+        if self._is_ready:
+            self._rebuild()
+            self._agree_and_synchronise([group])
+
+    def _trained(self) -> Iterator[tuple[TensorSpec, Tensor]]:
+        """The parameters that take part, in order."""
+        for index, group in enumerate(self.param_groups):
+            for name, parameter in _named(group, index):
+                if parameter.requires_grad:
+                    yield TensorSpec(name, tuple(parameter.shape), str(parameter.dtype), index), parameter
+
+    def _signature(self) -> list[object]:
+        """What the plan and the state were built from, so that a change (a layer unfrozen, another topk) is noticed."""
+        frozen = [parameter.requires_grad for group in self.param_groups for parameter in group["params"]]
+        return [(coding_of(group), group["update"], group["momentum_dtype"]) for group in self.param_groups] + [frozen]
+
+    def _rebuild(self) -> None:
+        """Make the plan, and the state of every parameter that takes part and has none yet."""
+        for group in self.param_groups:
+            check_group(group)
+        trained = list(self._trained())
+        codings = [coding_of(group) for group in self.param_groups]
+        plan = make_plan([spec for spec, _ in trained], codings, self._num_buckets)
+        tensors = []
+        for index, (spec, parameter) in enumerate(trained):
+            tensors.append(self._local_tensor(plan, index, spec, parameter))
+        self._plan, self._local, self._planned_signature = plan, LocalStep(plan, tensors), self._signature()
+
+    def _local_tensor(self, plan: ExchangePlan, index: int, spec: TensorSpec, parameter: Tensor) -> LocalTensor:
+        group, layout, state = self.param_groups[spec.group], plan.layout_of(index), self.state[parameter]
+        momentum = state.get("momentum")
+        if momentum is None:
+            momentum = empty_momentum(layout, MOMENTUM_DTYPES[group["momentum_dtype"]], parameter.device)
+            state["momentum"] = momentum
+        if momentum.shape != (layout.num_chunks, layout.num_elements):
+            raise ValueError(
+                f"{spec.name} already has momentum in chunks of another size; chunk, layout and dense_below cannot change "
+                "during training"
+            )
+        local = LocalTensor(parameter, momentum)
+        for name in UPDATE_RULES[group["update"]].state_names:
+            if name not in state:
+                state[name] = torch.zeros(parameter.shape, dtype=local.compute_dtype, device=parameter.device)
+            local.rule_state[name] = state[name]
+        return local
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state dict, and under ``thinwire`` whose residual momentum it holds."""
+        return {**super().state_dict(), checkpoint.KEY: checkpoint.identity(self)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any], *, residual: str = "exact") -> None:
+        """Go on from a checkpoint.
+
+        ``residual`` says what becomes of the residual momentum: ``exact`` takes it and refuses a checkpoint of another
+        replica, replica count or plan; ``keep`` takes it whosever it is, where the shapes fit; ``zero`` starts without.
+        """
+        checkpoint.load(self, state_dict, check_choice("residual", residual, checkpoint.RESIDUAL_POLICIES))
+
+
+def _named(group: dict[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:
+    names = group.get("param_names") or [f"parameter {place} of group {index}" for place in range(len(group["params"]))]
+    return zip(names, group["params"], strict=True)
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _default_transport(process_group: dist.ProcessGroup | None, timeout_seconds: float) -> Transport:
+    group = process_group if process_group is not None else (dist.group.WORLD if _is_distributed() else None)
+    if group is None or dist.get_world_size(group) == 1:
+        return SoloTransport()
+    return CollectiveTransport(group, timeout_seconds)
+
+
+def _first_nonfinite(gradients: list[tuple[int, Tensor]]) -> int:
+    """The first tensor with NaN or Inf in its gradient, or -1.
+
+    A sum shows any NaN or Inf at the price of one pass; only where a sum is not finite is each element looked at, since
+    large finite elements may overflow it too.
+    """
+    sums: dict[torch.device, list[Tensor]] = {}
+    for _, gradient in gradients:
+        sums.setdefault(gradient.device, []).append(gradient.sum(dtype=torch.promote_types(gradient.dtype, torch.float32)))
+    if all(bool(torch.stack([s.double() for s in group]).isfinite().all()) for group in sums.values()):
+        return -1
+    return next((index for index, gradient in gradients if not bool(gradient.isfinite().all())), -1)

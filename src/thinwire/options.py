@@ -1,0 +1,77 @@
+"""The options of a parameter group: their defaults' meaning, their checks, and what they say to the plan."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.core.errors import check_bool, check_choice, check_float, check_int
+from thinwire.core.layout import LAYOUTS
+from thinwire.core.update_rules import UPDATE_RULES
+from thinwire.exchange.plan import Coding
+from thinwire.wire.values import VALUE_CODECS
+
+MOMENTUM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+# What decides the plan or the shape of the state: a checkpoint does not overwrite these.
+STRUCTURAL_OPTIONS = ("chunk", "topk", "values", "layout", "dense_below", "update", "momentum_dtype")
+# What changes no byte of the plan but must be equal on all replicas at every step.
+SETTINGS = ("lr", "momentum_decay", "weight_decay", "update", "lr_in_momentum", "betas", "eps", "maximize")
+_OPTIONS = frozenset({*STRUCTURAL_OPTIONS, *SETTINGS})
+# What torch, its schedulers and its checkpoints keep in a group, besides the options.
+_FOREIGN_KEYS = frozenset({"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "num_steps"})
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raise a `TypeError` or `ValueError` that names the option, its value and what is allowed."""
+    for key in group.keys() - _OPTIONS - _FOREIGN_KEYS:
+        near = difflib.get_close_matches(key, _OPTIONS, n=1, cutoff=0.75)
+        if near:
+            raise ValueError(f"a parameter group has the unknown option {key!r}; did you mean {near[0]!r}?")
+    check_float("lr", lr_of(group), 0.0)
+    check_float("momentum_decay", group["momentum_decay"], 0.0, 1.0)
+    check_float("weight_decay", group["weight_decay"], 0.0)
+    check_int("chunk", group["chunk"], 1)
+    check_int("topk", group["topk"], 1)
+    check_int("dense_below", group["dense_below"], 0)
+    check_choice("update", group["update"], UPDATE_RULES)
+    check_choice("values", group["values"], VALUE_CODECS)
+    check_choice("layout", group["layout"], LAYOUTS)
+    check_choice("momentum_dtype", group["momentum_dtype"], MOMENTUM_DTYPES)
+    check_bool("lr_in_momentum", group["lr_in_momentum"])
+    check_bool("maximize", group["maximize"])
+    check_float("eps", group["eps"], 0.0)
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise TypeError(f"betas must be two numbers from 0 to 1, got {betas!r}")
+    for index, beta in enumerate(betas):
+        check_float(f"betas[{index}]", beta, 0.0, 1.0)
+
+
+def lr_of(group: Mapping[str, Any]) -> object:
+    """The learning rate; schedulers may keep it as a tensor."""
+    lr = group["lr"]
+    return float(lr) if isinstance(lr, Tensor) and lr.numel() == 1 else lr
+
+
+def check_parameter(parameter: Tensor, name: str) -> None:
+    """Refuse what cannot be trained here."""
+    if not parameter.is_floating_point():
+        raise TypeError(f"{name} has dtype {parameter.dtype}; DeMo trains real floating-point parameters only")
+    if parameter.layout != torch.strided:
+        raise TypeError(f"{name} has layout {parameter.layout}; DeMo trains strided parameters only")
+    if hasattr(parameter, "device_mesh"):
+        raise TypeError(f"{name} is a DTensor; sharded parameters are not supported yet")
+
+
+def coding_of(group: Mapping[str, Any]) -> Coding:
+    """The part of a group that the plan needs."""
+    return Coding(group["chunk"], group["topk"], group["values"], group["layout"], group["dense_below"])
+
+
+def settings_lines(index: int, group: Mapping[str, Any]) -> list[str]:
+    """A group's settings, a line each, for the agreement between replicas."""
+    values = {**group, "lr": lr_of(group), "betas": tuple(group["betas"])}
+    return [f"group {index} {name}: {values[name]!r}" for name in SETTINGS]
