@@ -45,9 +45,7 @@ class LocalStep:
 
     def __init__(self, plan: ExchangePlan, tensors: Sequence[LocalTensor]) -> None:
         self.tensors = tensors
-        self._slabs = {
-            stack: cut_slabs(stack, tensors) for bucket in plan.buckets for stack in bucket.stacks
-        }
+        self._slabs = {stack: cut_slabs(stack, tensors) for bucket in plan.buckets for stack in bucket.stacks}
 
     def encode_(self, bucket: Bucket, groups: Sequence[GroupStep]) -> Encoding:
         """Accumulate the gradients into the momenta, and move the strongest coefficients from there into a payload.
@@ -88,9 +86,7 @@ class LocalStep:
                     self._accumulate(piece, before, gradients, 1.0, -group.gradient_scale, scratch)
                     momentum_CE.copy_(before.mul_(1 / group.decay if group.decay else 0.0))
 
-    def apply_(
-        self, bucket: Bucket, groups: Sequence[GroupStep], payloads_RB: Tensor, combine_rule: str
-    ) -> None:
+    def apply_(self, bucket: Bucket, groups: Sequence[GroupStep], payloads_RB: Tensor, combine_rule: str) -> None:
         """Combine everyone's payloads, transform back, and let each group's update rule change its parameters."""
         scratch = Scratch()
         targets = {index: self.tensors[index].parameter.contiguous() for index in bucket.tensors}

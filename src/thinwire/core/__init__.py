@@ -1,0 +1,1 @@
+"""Pure tensor maths: no ranks, no bytes, no I/O."""

@@ -16,7 +16,10 @@ Coefficients = dict[tuple[int, int], float]
 def dct_matrix(n: int) -> Tensor:
     """Orthonormal DCT-II."""
     rows = [[math.cos(math.pi * f * (2 * x + 1) / (2 * n)) for x in range(n)] for f in range(n)]
-    return torch.tensor(rows, dtype=torch.float64) * torch.tensor([1 / n] + [2 / n] * (n - 1), dtype=torch.float64).sqrt()[:, None]
+    return (
+        torch.tensor(rows, dtype=torch.float64)
+        * torch.tensor([1 / n] + [2 / n] * (n - 1), dtype=torch.float64).sqrt()[:, None]
+    )
 
 
 def to_chunks(matrices: Tensor, edges: tuple[int, int], transform: bool) -> list[Tensor]:
@@ -75,9 +78,7 @@ def to_bfloat16(value: float) -> float:
     return float(torch.tensor(value, dtype=torch.float64).to(torch.float32).to(torch.bfloat16))
 
 
-def exchange(
-    momenta: list[list[Tensor]], num_kept: int, codec: str, combine: str, share: float = 1.0
-) -> list[Tensor]:
+def exchange(momenta: list[list[Tensor]], num_kept: int, codec: str, combine: str, share: float = 1.0) -> list[Tensor]:
     """Steps 3 to 6 for all chunks: each replica sends and subtracts; the combined coefficients of every chunk return."""
     combined = []
     for chunk in range(len(momenta[0])):
@@ -124,7 +125,9 @@ def update(parameter: Tensor, d: Tensor, state: dict[str, Tensor], rule: str, lr
 class Oracle:
     """One tensor, seen as (matrices, rows, cols), trained by R replicas that share ``parameter``."""
 
-    def __init__(self, parameter: Tensor, num_replicas: int, edges: tuple[int, int], num_kept: int, **options: object) -> None:
+    def __init__(
+        self, parameter: Tensor, num_replicas: int, edges: tuple[int, int], num_kept: int, **options: object
+    ) -> None:
         self.parameter = parameter.double().clone()
         self.edges, self.num_kept, self.options = edges, num_kept, options
         zeros = torch.zeros_like(self.parameter)

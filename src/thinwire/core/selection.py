@@ -46,9 +46,7 @@ def _settle_ties(magnitude_CE: Tensor, num_kept: int) -> Tensor:
     return order[:, :num_kept]
 
 
-def _select_by_partition(
-    magnitude_CE: NDArray[np.float32], num_kept: int, copy_CE: NDArray[np.float32]
-) -> Tensor | None:
+def _select_by_partition(magnitude_CE: NDArray[np.float32], num_kept: int, copy_CE: NDArray[np.float32]) -> Tensor | None:
     """The same for float32 on a CPU: find each chunk's smallest kept magnitude, and list what is at least as large.
 
     None where a chunk has a tie at that magnitude, or fewer than K coefficients that are not 0.

@@ -26,7 +26,7 @@ def is_synchronised_by_ddp(parameters: Iterable[Tensor]) -> bool:
     ours = {id(parameter) for parameter in parameters}
     for thing in gc.get_objects():
         # type(), not isinstance(): lazily loaded objects of other libraries answer isinstance with an import
-        if issubclass(type(thing), DistributedDataParallel) and thing.require_backward_grad_sync:
-            if any(id(parameter) in ours for parameter in thing.parameters()):
-                return True
+        is_active = issubclass(type(thing), DistributedDataParallel) and thing.require_backward_grad_sync
+        if is_active and any(id(parameter) in ours for parameter in thing.parameters()):
+            return True
     return False

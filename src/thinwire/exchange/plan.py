@@ -138,7 +138,7 @@ def digest_of(lines: Sequence[str]) -> bytes:
 
 def make_plan(tensors: Sequence[TensorSpec], codings: Sequence[Coding], num_buckets: int = 1) -> ExchangePlan:
     """Lay out payloads. Buckets hold about equally many elements and follow backward: the last tensors come first."""
-    order = [index for index in reversed(range(len(tensors)))]
+    order = list(reversed(range(len(tensors))))
     buckets = []
     for index, members in enumerate(_split_evenly(order, tensors, num_buckets)):
         buckets.append(Bucket(index, _stacks(members, tensors, codings)))
