@@ -45,11 +45,11 @@ def load(optimizer: "DeMo", state_dict: dict[str, Any], residual: str) -> None:
     # torch would cast the momentum to the parameter's dtype: it gets the settings alone, the state is copied below.
     Optimizer.load_state_dict(optimizer, {"state": {}, "param_groups": groups})
     optimizer.state.update(kept)
-    for mine, theirs in wanted:
+    for tensor, theirs in wanted:
         if theirs is None:
-            mine.zero_()
+            tensor.zero_()
         else:
-            mine.copy_(theirs)
+            tensor.copy_(theirs)
     optimizer.num_skipped_steps = int(saved["num_skipped_steps"])
 
 

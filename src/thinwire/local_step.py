@@ -179,7 +179,7 @@ class LocalStep:
 def stack_records(payloads: Tensor, stack: Stack) -> Tensor:
     """The records of a stack as (..., C, record_bytes), a view of one payload (B) or of everyone's (R, B)."""
     body = payloads[..., stack.offset_bytes : stack.offset_bytes + stack.num_bytes]
-    return body.unflatten(-1, (stack.num_chunks, stack.codec.record_bytes))
+    return body.view(*payloads.shape[:-1], stack.num_chunks, stack.codec.record_bytes)
 
 
 def _decode_tile(

@@ -68,6 +68,9 @@ class DeMo(Optimizer):
 
     # torch.amp.GradScaler then leaves unscaling and the decision to skip to step(), where all replicas take it together.
     _step_supports_amp_scaling = True
+    # Set by the scaler for the time of one step().
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -183,7 +186,7 @@ class DeMo(Optimizer):
         return self._plan
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, together with all replicas. A closure is called first, to recompute the local gradients."""
         loss = None
         if closure is not None:
@@ -241,7 +244,7 @@ class DeMo(Optimizer):
     def _group_step(self, group: dict[str, Any]) -> GroupStep:
         lr = float(lr_of(group))  # type: ignore[arg-type]
         scale = lr if group["lr_in_momentum"] else 1.0
-        if getattr(self, "grad_scale", None) is not None:
+        if self.grad_scale is not None:
             scale /= float(self.grad_scale)
         return GroupStep(
             decay=group["momentum_decay"],
@@ -288,11 +291,10 @@ class DeMo(Optimizer):
             if gradient.layout != torch.strided:
                 return Problem.SPARSE, index
         bad = _first_nonfinite(present)
-        is_scaled = getattr(self, "found_inf", None) is not None
-        if is_scaled and float(self.found_inf) > 0:
+        if self.found_inf is not None and (bad >= 0 or float(self.found_inf) > 0):
             return Problem.OVERFLOW, max(bad, 0)
         if bad >= 0:
-            return (Problem.OVERFLOW if is_scaled else Problem.NONFINITE), bad
+            return Problem.NONFINITE, bad
         return Problem.NONE, -1
 
     def _gradient_fingerprint(self) -> int:

@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from thinwire.core.errors import ExchangeError
 from thinwire.exchange.transport import Pending
@@ -95,7 +96,7 @@ class _Gather:
 class _Roster:
     """Who waits in which exchange, kept in the group's store: one key per replica, written only when a wait is long."""
 
-    def __init__(self, store: dist.Store | None, prefix: str, replica: int, num_replicas: int) -> None:
+    def __init__(self, store: Store | None, prefix: str, replica: int, num_replicas: int) -> None:
         self._store, self._prefix, self._replica, self._num_replicas = store, prefix, replica, num_replicas
         self.num_finished = 0
 
@@ -122,7 +123,7 @@ class _Roster:
             return "all replicas came, but the exchange failed"
         return f"waited for replicas {missing}, which did not come or died,"
 
-    def _is_here(self, replica: int, store: dist.Store) -> bool:
+    def _is_here(self, replica: int, store: Store) -> bool:
         key = self._key(replica)
         return replica == self._replica or (store.check([key]) and int(store.get(key)) >= self.num_finished)
 
@@ -137,7 +138,7 @@ def _all_gather(everyone: Tensor, mine: Tensor, group: dist.ProcessGroup) -> dis
     return work
 
 
-def _store_of(group: dist.ProcessGroup) -> dist.Store | None:
+def _store_of(group: dist.ProcessGroup) -> Store | None:
     # torch has no public name for it; without it errors are less precise, and nothing else changes.
     find = getattr(dist.distributed_c10d, "_get_process_group_store", None)
     return find(group) if find is not None else None

@@ -25,6 +25,8 @@ def pack_bits(bits: Tensor) -> Tensor:
     """(..., n) zeros and ones to (..., ceil(n / 8)) bytes."""
     missing = -bits.shape[-1] % 8
     padded = F.pad(bits, (0, missing)) if missing else bits.contiguous()
+    if padded.storage_offset() % 8:
+        padded = padded.clone()  # a single row may be contiguous and yet begin where no 64-bit number can
     return (padded.view(torch.int64) * _GATHER_BITS).bitwise_right_shift_(56).to(torch.uint8)
 
 

@@ -79,7 +79,8 @@ def _signed(value: int) -> int:
 
 def _shift_right(values: Tensor, amount: int) -> Tensor:
     """Shift in zeros; torch's own shift of int64 copies the sign bit."""
-    return (values >> amount) & (2 ** (64 - amount) - 1)
+    shifted: Tensor = (values >> amount) & (2 ** (64 - amount) - 1)
+    return shifted
 
 
 def check_payload(payload_B: Tensor, expected: Header) -> None:

@@ -69,7 +69,8 @@ def encode_integers(values_CK: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
 def decode_integers(codes_CK: Tensor, scale_C1: Tensor, num_bits: int) -> Tensor:
     """Inverse of `encode_integers`."""
     half = 2 ** (num_bits - 1)
-    return ((codes_CK ^ half) - half).to(torch.float32) * scale_C1
+    steps: Tensor = (codes_CK ^ half) - half
+    return steps.to(torch.float32) * scale_C1
 
 
 def encode_sign(values_CK: Tensor) -> tuple[Tensor, Tensor]:

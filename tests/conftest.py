@@ -1,0 +1,22 @@
+"""Settings that hold for every test."""
+
+import os
+
+# Some CPUs stop with SIGILL in oneDNN's bfloat16 matrix products; set before the first one, and inherited by children.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("thinwire", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("thinwire")
+torch.set_num_threads(1)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every device there is: the CPU always, a GPU with ``make test-gpu``."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device(request.param)

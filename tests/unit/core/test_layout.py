@@ -1,0 +1,81 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.core.layout import bands_of, chunks_view, crop_to_rows, cut_edge, matrix_shape, plan_layout, rows_of
+
+SHAPES = st.lists(st.integers(1, 40), min_size=0, max_size=4).map(tuple)
+
+
+@given(shape=SHAPES, chunk=st.integers(1, 17), dense=st.booleans(), layout=st.sampled_from(["adaptive", "published"]))
+def test_cut_and_crop_give_every_part_of_the_tensor_back(shape: tuple[int, ...], chunk: int, dense: bool, layout: str) -> None:
+    cut = plan_layout(shape, chunk, 10**9 if dense else 0, layout)
+    tensor = torch.randn(shape)
+    step = cut.bands_per_cut * 2
+    for start in range(0, cut.num_bands, step):
+        stop = min(start + step, cut.num_bands)
+        bands = bands_of(tensor, cut, start, stop)
+        chunks = chunks_view(bands, cut).reshape(-1, cut.row_edge, cut.col_edge)
+        assert len(chunks) == (stop - start) * cut.chunks_per_band
+        assert torch.equal(crop_to_rows(chunks, cut, start, stop), rows_of(tensor, cut, start, stop))
+        padding = chunks.numel() - rows_of(tensor, cut, start, stop).numel()
+        assert torch.isclose(chunks.abs().sum(), rows_of(tensor, cut, start, stop).abs().sum(), rtol=1e-4)
+        assert (padding > 0) <= cut.is_padded
+    covered = sum(rows_of(tensor, cut, s, min(s + step, cut.num_bands)).numel() for s in range(0, cut.num_bands, step))
+    assert covered == tensor.numel()
+
+
+@pytest.mark.parametrize(
+    ("size", "chunk", "edge"),
+    [(4096, 64, 64), (1000, 64, 50), (10, 64, 10), (64, 64, 64), (65, 64, 33), (1009, 64, 64), (96, 64, 48), (7, 4, 4), (1, 1, 1)],
+)
+def test_edges_are_divisors_where_large_enough_else_even_cuts(size: int, chunk: int, edge: int) -> None:
+    assert cut_edge(size, chunk) == edge
+
+
+@given(size=st.integers(1, 5000), chunk=st.integers(1, 128))
+def test_an_edge_wastes_less_than_one_chunk_and_never_exceeds_it(size: int, chunk: int) -> None:
+    edge = cut_edge(size, chunk)
+    assert 1 <= edge <= chunk
+    assert math.ceil(size / edge) * edge - size < math.ceil(size / edge)
+
+
+@pytest.mark.parametrize(
+    ("shape", "view"),
+    [
+        ((), (1, 1, 1)),
+        ((7,), (1, 1, 7)),
+        ((3, 5), (1, 3, 5)),
+        ((64, 3, 7, 7), (1, 64, 147)),
+        ((64, 32, 5), (1, 64, 160)),
+        ((8, 128, 256), (8, 128, 256)),
+        ((2, 4, 128, 256), (8, 128, 256)),
+    ],
+)
+def test_convolutions_become_matrices_and_experts_stay_a_stack(shape: tuple[int, ...], view: tuple[int, int, int]) -> None:
+    assert matrix_shape(shape, 64) == view
+
+
+def test_kept_coefficients_scale_with_the_chunk() -> None:
+    assert plan_layout((128, 128), 64).kept(32, 64, "adaptive") == 32
+    assert plan_layout((100, 128), 64).kept(32, 64, "adaptive") == round(32 * 50 * 64 / 4096)
+    assert plan_layout((6400,), 64).kept(32, 64, "adaptive") == 1
+    assert plan_layout((4, 4), 64).kept(10**6, 64, "adaptive") == 16
+    assert plan_layout((100, 128), 64, layout="published").kept(32, 64, "published") == 32
+    assert plan_layout((2, 2), 64, layout="published").kept(32, 64, "published") == 4
+    dense = plan_layout((10,), 64, dense_below=11)
+    assert dense.dense
+    assert dense.kept(32, 64, "adaptive") == 10
+
+
+def test_published_layout_takes_the_largest_divisor_however_small() -> None:
+    cut = plan_layout((65, 1009), 64, layout="published")
+    assert (cut.row_edge, cut.col_edge, cut.is_padded) == (13, 1, False)
+
+
+def test_an_empty_tensor_has_no_chunks() -> None:
+    assert plan_layout((0, 5), 64).num_chunks == 0
+    assert plan_layout((3, 0), 64, 4096).num_chunks == 0
