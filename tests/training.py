@@ -1,11 +1,16 @@
 """A small model and its data, and a loop that any transport can run: the same numbers wherever it runs."""
 
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from thinwire import DeMo
+
+
+# Replicas that are threads share torch's random generator.
+_SEEDING = threading.Lock()
 
 
 class SmallNet(nn.Module):
@@ -33,8 +38,9 @@ def batch(step: int, replica: int) -> tuple[Tensor, Tensor]:
 
 def build(seed: int = 0) -> SmallNet:
     """A model whose first parameters depend on the seed."""
-    torch.manual_seed(seed)
-    return SmallNet()
+    with _SEEDING:
+        torch.manual_seed(seed)
+        return SmallNet()
 
 
 def train_step(model: nn.Module, optimizer: DeMo, step: int, replica: int) -> float:
@@ -44,7 +50,7 @@ def train_step(model: nn.Module, optimizer: DeMo, step: int, replica: int) -> fl
     loss = nn.functional.cross_entropy(model(images), labels)
     loss.backward()
     optimizer.step()
-    return float(loss)
+    return loss.item()
 
 
 def train(replica: int, num_steps: int, first_seed: int = 0, **options: Any) -> tuple[SmallNet, DeMo, list[float]]:

@@ -68,9 +68,6 @@ class DeMo(Optimizer):
 
     # torch.amp.GradScaler then leaves unscaling and the decision to skip to step(), where all replicas take it together.
     _step_supports_amp_scaling = True
-    # Set by the scaler for the time of one step().
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -244,8 +241,8 @@ class DeMo(Optimizer):
     def _group_step(self, group: dict[str, Any]) -> GroupStep:
         lr = float(lr_of(group))  # type: ignore[arg-type]
         scale = lr if group["lr_in_momentum"] else 1.0
-        if self.grad_scale is not None:
-            scale /= float(self.grad_scale)
+        if (grad_scale := self._from_scaler("grad_scale")) is not None:
+            scale /= grad_scale
         return GroupStep(
             decay=group["momentum_decay"],
             gradient_scale=-scale if group["maximize"] else scale,
@@ -255,15 +252,21 @@ class DeMo(Optimizer):
             chunk=group["chunk"],
         )
 
+    def _from_scaler(self, name: str) -> float | None:
+        """What a GradScaler has set on this optimizer for the time of one step()."""
+        value = getattr(self, name, None)
+        return None if value is None else float(value)
+
     # Agreement: everything that must be known before anything is changed.
 
     def _roll_call(self) -> bool:
         """Whether all replicas can take this step. False: all skip it. Raises on every replica if they must not go on."""
-        fingerprint = 0 if self._has_checked_sync else self._gradient_fingerprint()
-        mine = Answer(b"", *self._local_problem(), fingerprint)
+        problem, tensor = self._local_problem()
         if self.num_replicas == 1:
-            answers = [mine]
+            answers = [Answer(b"", problem, tensor)]
         else:
+            compares = problem is Problem.NONE and not self._has_checked_sync
+            mine = Answer(b"", problem, tensor, self._gradient_fingerprint() if compares else 0)
             answers = hold_roll_call(self._description(), mine, lambda m, what: self._gather(m, what, self.traffic))
         for replica, answer in enumerate(answers):
             if answer.problem is not Problem.NONE:
@@ -291,7 +294,8 @@ class DeMo(Optimizer):
             if gradient.layout != torch.strided:
                 return Problem.SPARSE, index
         bad = _first_nonfinite(present)
-        if self.found_inf is not None and (bad >= 0 or float(self.found_inf) > 0):
+        found_inf = self._from_scaler("found_inf")
+        if found_inf is not None and (bad >= 0 or found_inf > 0):
             return Problem.OVERFLOW, max(bad, 0)
         if bad >= 0:
             return Problem.NONFINITE, bad

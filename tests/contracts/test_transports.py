@@ -1,0 +1,155 @@
+"""Every transport keeps the same promises, and every wait ends."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.training import build, flat, train_step
+from thinwire import AgreementError, DeMo, ExchangeError, PayloadError
+from thinwire.exchange.agreement import Answer, Problem, hold_roll_call
+from thinwire.exchange.collective import CollectiveTransport
+from thinwire.exchange.loopback import LoopbackHub, LoopbackTransport, run_replicas
+from thinwire.exchange.transport import SoloTransport, Transport
+
+
+def exercise(transport: Transport) -> list[Any]:
+    """Two exchanges under way at once, then a broadcast of several dtypes."""
+    replica, device = transport.replica, torch.device("cpu")
+    first = transport.start_all_gather(torch.full((5,), replica, dtype=torch.uint8, device=device), "first")
+    second = transport.start_all_gather(torch.full((9,), 100 + replica, dtype=torch.uint8, device=device), "second")
+    gathered = [first.wait().tolist(), second.wait().tolist()]
+    copies = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16):
+        tensor = torch.full((2, 3), 7.0 + replica, dtype=dtype).T
+        transport.broadcast_(tensor, "copy")
+        copies.append(tensor.tolist())
+    return [transport.replica, transport.num_replicas, gathered, copies]
+
+
+def check(results: list[list[Any]]) -> None:
+    num_replicas = len(results)
+    for replica, (who, how_many, gathered, copies) in enumerate(results):
+        assert (who, how_many) == (replica, num_replicas)
+        assert gathered[0] == [[r] * 5 for r in range(num_replicas)]
+        assert gathered[1] == [[100 + r] * 9 for r in range(num_replicas)]
+        assert all(copy == [[7.0, 7.0]] * 3 for copy in copies)
+
+
+def test_solo() -> None:
+    check([exercise(SoloTransport())])
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 5])
+def test_loopback(num_replicas: int) -> None:
+    check(run_replicas(exercise, num_replicas))
+
+
+def _collective(rank: int) -> list[Any]:
+    return exercise(CollectiveTransport(torch.distributed.group.WORLD, 30.0))
+
+
+def test_collective() -> None:
+    check(run_ranks(_collective, 3))
+
+
+def test_a_replica_that_does_not_come_is_named_at_the_deadline() -> None:
+    hub = LoopbackHub(3, timeout_seconds=0.3)
+    for replica in (0, 2):
+        pending = hub.transport(replica).start_all_gather(torch.zeros(1, dtype=torch.uint8), "roll call")
+    with pytest.raises(ExchangeError, match=r"roll call: replicas \[1\] did not come within 0.3 s"):
+        pending.wait()
+
+
+def test_a_replica_that_leaves_is_named_at_once() -> None:
+    def work(transport: LoopbackTransport) -> None:
+        if transport.replica == 1:
+            raise KeyError("a fault of its own")
+        transport.start_all_gather(torch.zeros(1, dtype=torch.uint8), "exchange").wait()
+
+    began = time.monotonic()
+    with pytest.raises(KeyError, match="a fault of its own"):
+        run_replicas(work, 2, timeout_seconds=30)
+    assert time.monotonic() - began < 20
+    hub = LoopbackHub(2)
+    pending = hub.transport(0).start_all_gather(torch.zeros(1, dtype=torch.uint8), "exchange")
+    hub.leave(1)
+    with pytest.raises(ExchangeError, match=r"exchange: replicas \[1\] left"):
+        pending.wait()
+
+
+def test_messages_of_different_length_are_refused() -> None:
+    def work(transport: LoopbackTransport) -> None:
+        transport.start_all_gather(torch.zeros(1 + transport.replica, dtype=torch.uint8), "exchange").wait()
+
+    with pytest.raises(ExchangeError, match=r"sent \[1, 2\] bytes"):
+        run_replicas(work, 2)
+
+
+class Tampering:
+    """A transport that damages what replica 1 sends, on its way to all."""
+
+    def __init__(self, inner: LoopbackTransport, place: int) -> None:
+        self._inner, self._place = inner, place
+        self.replica, self.num_replicas = inner.replica, inner.num_replicas
+
+    def start_all_gather(self, message_B: torch.Tensor, what: str) -> Any:
+        if self.replica == 1 and what.startswith("exchange of step 3"):
+            message_B = message_B.clone()
+            message_B[self._place] ^= 1
+        return self._inner.start_all_gather(message_B, what)
+
+    def broadcast_(self, tensor: torch.Tensor, what: str) -> None:
+        self._inner.broadcast_(tensor, what)
+
+
+@pytest.mark.parametrize(("place", "words"), [(0, "magic"), (4, "version"), (24, "step"), (32, "replica"), (70, "checksum")])
+def test_a_damaged_payload_stops_the_step_before_anything_changes(place: int, words: str) -> None:
+    outcomes: dict[int, tuple[str, bool]] = {}
+
+    def work(transport: LoopbackTransport) -> None:
+        model = build()
+        optimizer = DeMo(model.parameters(), lr=1e-2, chunk=16, topk=8, transport=Tampering(transport, place))
+        for step in range(2):
+            train_step(model, optimizer, step, transport.replica)
+        before = flat(model).clone()
+        momentum = [state["momentum"].clone() for state in optimizer.state.values()]
+        try:
+            train_step(model, optimizer, 2, transport.replica)
+        except PayloadError as error:
+            kept = zip(momentum, optimizer.state.values(), strict=True)
+            same = all(torch.allclose(old, state["momentum"], atol=1e-5) for old, state in kept)
+            outcomes[transport.replica] = str(error), same and torch.equal(flat(model), before)
+
+    run_replicas(work, 3)
+    assert sorted(outcomes) == [0, 2], "those who received the damaged payload, and only those, must stop"
+    for message, unchanged in outcomes.values():
+        assert "the payload of replica 1 (step 3, bucket 0)" in message
+        assert words in message
+        assert unchanged
+
+
+def test_a_roll_call_with_foreign_bytes_is_refused() -> None:
+    def garbage(message: torch.Tensor, what: str) -> torch.Tensor:
+        return torch.stack([message, torch.full_like(message, 7)])
+
+    with pytest.raises(AgreementError, match="replica 1 answered the roll call with other bytes"):
+        hold_roll_call(["a"], Answer(b""), garbage)
+
+
+def test_answers_come_back_in_replica_order() -> None:
+    def work(transport: LoopbackTransport) -> list[Answer]:
+        mine = Answer(b"", Problem.NONFINITE if transport.replica == 1 else Problem.NONE, transport.replica, 5)
+        return hold_roll_call(["same"], mine, lambda message, what: transport.start_all_gather(message, what).wait())
+
+    for answers in run_replicas(work, 3):
+        assert [answer.tensor for answer in answers] == [0, 1, 2]
+        assert [answer.problem for answer in answers] == [Problem.NONE, Problem.NONFINITE, Problem.NONE]
+
+
+def test_replicas_in_threads_do_not_wait_for_each_other_outside_exchanges() -> None:
+    barrier = threading.Barrier(2)
+    assert run_replicas(lambda transport: barrier.wait(5) >= 0, 2) == [True, True]

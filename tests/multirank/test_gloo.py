@@ -1,0 +1,261 @@
+"""Real processes, joined by gloo."""
+
+import os
+import signal
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.ranks import run_ranks
+from tests.training import batch, build, flat, train, train_step
+from thinwire import AgreementError, DeMo, ExchangeError, NonFiniteGradientError, ThinwireError, disable_gradient_sync
+from thinwire.exchange.loopback import LoopbackTransport, run_replicas
+
+NUM_STEPS = 12
+
+
+def _train(rank: int, options: dict[str, Any]) -> tuple[Tensor, list[float], list[int]]:
+    model, optimizer, losses = train(rank, NUM_STEPS, **options)
+    traffic = optimizer.traffic
+    counts = [traffic.last_step.sent_bytes, traffic.last_step.received_bytes, traffic.total.sent_bytes]
+    num_buckets = len(optimizer.plan.buckets)
+    return flat(model), losses, [*counts, optimizer.plan.payload_bytes, traffic.last_step.num_exchanges, num_buckets]
+
+
+@pytest.mark.parametrize(("num_ranks", "options"), [(2, {}), (4, {"num_buckets": 2, "update": "adamw", "weight_decay": 0.1})])
+def test_ranks_end_bit_identical_and_equal_to_loopback(num_ranks: int, options: dict[str, Any]) -> None:
+    results = run_ranks(_train, num_ranks, options)
+
+    def in_one_process(transport: LoopbackTransport) -> tuple[Tensor, list[float]]:
+        model, _, losses = train(transport.replica, NUM_STEPS, transport=transport, **options)
+        return flat(model), losses
+
+    alike = run_replicas(in_one_process, num_ranks)
+    for (parameters, losses, _), (others, other_losses) in zip(results, alike, strict=True):
+        assert torch.equal(parameters, results[0][0]), "ranks differ"
+        assert torch.equal(parameters, others), "gloo and loopback differ"
+        assert losses == other_losses
+    for _, losses, (sent, received, total_sent, payload, num_exchanges, num_buckets) in results:
+        assert losses != results[0][1] or losses is results[0][1], "ranks saw the same data"
+        roll_call = 64
+        assert sent == payload + roll_call
+        assert received == (num_ranks - 1) * sent
+        assert total_sent == NUM_STEPS * sent
+        assert num_exchanges == 1 + num_buckets
+        assert num_buckets == (2 if "num_buckets" in options else 1)
+
+
+def _train_with_unused(rank: int) -> Tensor:
+    model = build(rank)
+    optimizer = DeMo(model.parameters(), lr=1e-2, chunk=16, topk=8)
+    for step in range(6):
+        optimizer.zero_grad()
+        images, labels = batch(step, rank)
+        output = model.out(model.norm(torch.zeros(8, 37))) if rank == step % 2 else model(images)
+        nn.functional.cross_entropy(output, labels).backward()
+        optimizer.step()
+    return flat(model)
+
+
+def test_gradients_missing_on_some_ranks_only() -> None:
+    results = run_ranks(_train_with_unused, 2)
+    assert torch.equal(*results)
+
+
+def _outcome(work: Any) -> str:
+    try:
+        work()
+    except (ThinwireError, ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _differ(rank: int, kind: str) -> str:
+    shape = (8, 9) if kind == "shape" and rank == 1 else (8, 8)
+    dtype = torch.bfloat16 if kind == "dtype" and rank == 1 else torch.float32
+    parameters = [("weight", nn.Parameter(torch.zeros(shape, dtype=dtype))), ("bias", nn.Parameter(torch.zeros(4)))]
+    if kind == "order" and rank == 1:
+        parameters.reverse()
+    if kind == "number" and rank == 1:
+        parameters.pop()
+    options: dict[str, Any] = {"topk": 3 if kind == "topk" and rank == 1 else 4}
+    if kind == "combine" and rank == 1:
+        options["combine"] = "mean_over_replicas"
+
+    def work() -> None:
+        optimizer = DeMo(parameters, timeout_seconds=20, **options)
+        for _, parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        if kind == "lr" and rank == 1:
+            optimizer.param_groups[0]["lr"] = 0.5
+        optimizer.step()
+
+    return _outcome(work)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("shape", r"\(weight\): shape \(8, 8\).*\(weight\): shape \(8, 9\)"),
+        ("dtype", "torch.float32.*torch.bfloat16"),
+        ("order", r"\(weight\).*\(bias\)"),
+        ("number", "number of tensors: 2.*number of tensors: 1"),
+        ("topk", "group 0 topk: 4.*group 0 topk: 3"),
+        ("combine", "mean_over_senders.*mean_over_replicas"),
+        ("lr", "group 0 lr: 0.001.*group 0 lr: 0.5"),
+    ],
+)
+def test_what_differs_is_named_on_every_rank(kind: str, words: str) -> None:
+    outcomes = run_ranks(_differ, 2, kind)
+    for outcome in outcomes:
+        assert outcome.startswith(AgreementError.__name__)
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(outcomes[0])
+    assert outcomes[0] == outcomes[1]
+
+
+def _nonfinite(rank: int, policy: str) -> tuple[str, Tensor, Tensor, int]:
+    model, optimizer, _ = train(rank, 3, on_nonfinite=policy)
+    if rank == 1:
+        model.wide.weight.grad[0, 0] = torch.nan
+    before, momenta = flat(model).clone(), [optimizer.state[p]["momentum"].clone() for p in model.parameters()]
+    outcome = _outcome(optimizer.step)
+    assert torch.equal(flat(model), before)
+    for parameter, momentum in zip(model.parameters(), momenta, strict=True):
+        assert torch.equal(optimizer.state[parameter]["momentum"], momentum)
+    train_step(model, optimizer, 9, rank)
+    return outcome, flat(model), before, optimizer.num_skipped_steps
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_non_finite_gradient_on_one_rank_is_one_decision_on_all(policy: str) -> None:
+    results = run_ranks(_nonfinite, 2, policy)
+    for outcome, after, before, num_skipped in results:
+        if policy == "raise":
+            assert outcome.startswith(NonFiniteGradientError.__name__)
+            assert "replica 1 has NaN or Inf in the gradient of wide.weight at step 4" in outcome
+        else:
+            assert (outcome, num_skipped) == ("no error", 1)
+        assert not torch.equal(after, before), "training did not go on"
+        assert torch.equal(after, results[0][1])
+
+
+def _sparse_on_one(rank: int) -> str:
+    embedding = nn.Embedding(10, 4, sparse=rank == 1)
+    optimizer = DeMo(embedding.parameters())
+    embedding(torch.tensor([rank, 5])).sum().backward()
+    return _outcome(optimizer.step)
+
+
+def test_a_sparse_gradient_on_one_rank_is_an_error_on_all() -> None:
+    for outcome in run_ranks(_sparse_on_one, 2):
+        assert outcome == "TypeError: replica 1 has a sparse gradient for parameter 0 of group 0; DeMo needs dense gradients"
+
+
+def _die(rank: int, moment: str) -> tuple[str, float, bool, bool] | None:
+    model, optimizer, _ = train(rank, 3, timeout_seconds=3)
+    images, labels = batch(7, rank)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(images), labels).backward()
+    before, momenta = flat(model).clone(), [optimizer.state[p]["momentum"].clone() for p in model.parameters()]
+    if rank == 2:
+        if moment == "late":
+            time.sleep(10)
+        if moment == "mid-step":
+            optimizer._exchange = lambda groups: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+            optimizer.step()
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    outcome = _outcome(optimizer.step)
+    untouched = torch.equal(flat(model), before)
+    kept = all(
+        torch.allclose(optimizer.state[p]["momentum"], m, atol=1e-5) for p, m in zip(model.parameters(), momenta, strict=True)
+    )
+    return outcome, time.monotonic() - began, untouched, kept
+
+
+@pytest.mark.parametrize("moment", ["before", "mid-step", "late"])
+def test_a_rank_that_dies_or_lags_is_named_in_time_and_nothing_is_changed(moment: str) -> None:
+    results = run_ranks(_die, 3, moment, may_die=True, timeout_seconds=60)
+    for outcome, seconds, untouched, kept in results[:2]:
+        assert outcome.startswith(ExchangeError.__name__), outcome
+        assert "waited for replicas [2]" in outcome
+        assert seconds < 20
+        assert untouched
+        assert kept
+
+
+def _ddp(rank: int, sync: bool) -> tuple[str, Tensor, int]:
+    model = DistributedDataParallel(build(rank))
+    if not sync:
+        assert disable_gradient_sync(model) is model
+    optimizer = DeMo(model.parameters(), lr=1e-2, chunk=16, topk=8)
+
+    def work() -> None:
+        for step in range(3):
+            train_step(model, optimizer, step, rank)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return _outcome(work), flat(model), optimizer.num_steps
+
+
+def test_ddp_with_gradient_sync_is_refused_at_the_first_step() -> None:
+    for outcome, _, num_steps in run_ranks(_ddp, 2, True):
+        assert "thinwire.disable_gradient_sync(ddp_model)" in outcome
+        assert num_steps == 0
+
+
+def test_ddp_without_gradient_sync_trains() -> None:
+    results = run_ranks(_ddp, 2, False)
+    for outcome, parameters, num_steps in results:
+        assert (outcome, num_steps) == ("no error", 3)
+        assert torch.equal(parameters, results[0][1])
+
+
+def _same_data(rank: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = build()
+        optimizer = DeMo(model.parameters(), lr=1e-2)
+        for step in range(2):
+            train_step(model, optimizer, step, replica=0)
+    return [str(warning.message) for warning in caught if "same gradients" in str(warning.message)]
+
+
+def test_replicas_that_read_the_same_data_are_warned_once() -> None:
+    for messages in run_ranks(_same_data, 2):
+        assert len(messages) == 1
+
+
+def _subgroup(rank: int) -> Tensor:
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model, _, _ = train(rank, 4, process_group=pairs[rank % 2])
+    return flat(model)
+
+
+def test_any_process_group_will_do() -> None:
+    results = run_ranks(_subgroup, 4)
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[1], results[3])
+    assert not torch.equal(results[0], results[1])
+
+
+def _late_group(rank: int) -> Tensor:
+    model, optimizer, _ = train(rank, 2, sync_parameters=False)
+    extra = nn.Parameter(torch.full((4, 4), float(rank)))
+    optimizer.add_param_group({"params": [("extra", extra)]})
+    extra.grad = torch.randn(4, 4)
+    optimizer.step()
+    return flat(model)
+
+
+def test_parameters_may_start_apart_and_groups_may_come_later() -> None:
+    results = run_ranks(_late_group, 2)
+    assert not torch.equal(*results)

@@ -1,0 +1,131 @@
+"""`DeMo` follows the oracle, for every rule, codec and combine rule, on awkward shapes."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from thinwire import DeMo, slabs
+from thinwire.core.layout import matrix_shape, plan_layout
+from thinwire.core.reference import Oracle
+from thinwire.core.update_rules import UPDATE_RULES
+from thinwire.exchange.loopback import run_replicas
+from thinwire.exchange.plan import Coding, TensorSpec, make_plan
+from thinwire.wire.values import VALUE_CODECS
+
+
+def train(shape: tuple[int, ...], gradients: list[list[Tensor]], start: Tensor, **options: Any) -> list[tuple[Tensor, Tensor]]:
+    """Parameters and momentum of each replica after steps with ``gradients[step][replica]``."""
+
+    def work(transport: Any) -> tuple[Tensor, Tensor]:
+        parameter = nn.Parameter(start.clone())
+        optimizer = DeMo([parameter], transport=transport, **options)
+        for step in gradients:
+            parameter.grad = step[transport.replica].to(parameter.dtype)
+            optimizer.step()
+        return parameter.detach(), optimizer.state[parameter]["momentum"]
+
+    return run_replicas(work, len(gradients[0]))
+
+
+def follow(shape: tuple[int, ...], num_replicas: int, num_steps: int, seed: int, **options: Any) -> None:
+    """Train in float64 and compare with the oracle."""
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randn(shape, generator=generator, dtype=torch.float64)
+    gradients = [
+        [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(num_replicas)] for _ in range(num_steps)
+    ]
+    options = {"lr": 0.05, "momentum_decay": 0.9, "weight_decay": 0.1, "momentum_dtype": "float64", **options}
+    chunk, topk = options["chunk"], options["topk"]
+    coding = Coding(chunk, topk, options["values"], "adaptive", options["dense_below"])
+    (stack,) = make_plan([TensorSpec("p", shape, "float64", 0)], [coding]).buckets[0].stacks
+    layout = plan_layout(shape, chunk, options["dense_below"])
+    view = (1, 1, start.numel()) if layout.dense else matrix_shape(shape, chunk)
+    oracle = Oracle(
+        start.view(view),
+        num_replicas,
+        (layout.row_edge, layout.col_edge),
+        stack.codec.num_kept,
+        values=stack.codec.value_name,
+        combine=options["combine"],
+        rule=options["update"],
+        share=stack.share,
+        transform=not layout.dense,
+        lr_in_momentum=options["lr_in_momentum"],
+    )
+    for step in gradients:
+        oracle.step([gradient.view(view) for gradient in step], options["lr"], options["momentum_decay"], 0.1)
+    results = train(shape, gradients, start, **options)
+    for replica, (parameter, momentum) in enumerate(results):
+        assert torch.allclose(parameter, oracle.parameter.view(shape), atol=1e-7), "parameters"
+        expected = torch.stack(oracle.momenta[replica]).view_as(momentum)
+        assert torch.allclose(momentum, expected, atol=1e-7), "residual momentum"
+        assert torch.equal(parameter, results[0][0]), "replicas differ"
+
+
+@pytest.mark.parametrize("values", sorted(VALUE_CODECS))
+@pytest.mark.parametrize("update", sorted(UPDATE_RULES))
+def test_every_rule_with_every_codec(update: str, values: str) -> None:
+    options = {"chunk": 6, "topk": 5, "dense_below": 0, "combine": "mean_over_senders", "lr_in_momentum": False}
+    follow((13, 10), 3, 4, seed=1, update=update, values=values, **options)
+
+
+@given(
+    shape=st.lists(st.integers(1, 14), min_size=0, max_size=4).map(tuple),
+    num_replicas=st.integers(1, 4),
+    chunk=st.integers(1, 9),
+    topk=st.integers(1, 12),
+    update=st.sampled_from(["sign", "sgd", "adamw", "lion"]),
+    values=st.sampled_from(sorted(VALUE_CODECS)),
+    combine=st.sampled_from(["mean_over_senders", "mean_over_replicas"]),
+    dense_below=st.sampled_from([0, 20]),
+    lr_in_momentum=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_any_shape(shape: tuple[int, ...], num_replicas: int, seed: int, **options: Any) -> None:
+    if options["values"].startswith("sign") and options["update"] in ("sign", "lion"):
+        options["update"] = "sgd"  # equal sizes cancel to exactly 0, whose sign rounding decides
+    follow(shape, num_replicas, 3, seed, **options)
+
+
+@given(shape=st.lists(st.integers(1, 12), min_size=1, max_size=4).map(tuple), chunk=st.integers(2, 8), seed=st.integers(0, 2**32))
+def test_muon_on_any_shape(shape: tuple[int, ...], chunk: int, seed: int) -> None:
+    options = {"topk": 6, "values": "sign_scale", "combine": "mean_over_replicas", "lr_in_momentum": False}
+    follow(shape, 2, 2, seed, update="muon", chunk=chunk, dense_below=0, **options)
+
+
+def test_a_tensor_larger_than_a_tile_is_handled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(slabs._LIMITS, "cpu", slabs.Limits(tile_elements=40, slab_elements=100))
+    options = {"combine": "mean_over_senders", "lr_in_momentum": False, "dense_below": 0, "chunk": 4, "topk": 3}
+    for update in ("adamw", "muon"):
+        for shape in ((23, 10), (3, 7, 9), (50,), (12, 16)):
+            follow(shape, 2, 3, 3, update=update, values="sign_scale", **options)
+
+
+@pytest.mark.parametrize("momentum_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("parameter_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes_mix_and_one_step_is_the_oracles_to_rounding(
+    parameter_dtype: torch.dtype, gradient_dtype: torch.dtype, momentum_dtype: str, device: torch.device
+) -> None:
+    gradient = torch.randn(24, 16).to(gradient_dtype)
+    parameter = nn.Parameter(torch.randn(24, 16, dtype=parameter_dtype, device=device))
+    parameter.grad_dtype = gradient_dtype  # torch ties the dtype of .grad to the parameter's unless told otherwise
+    parameter.grad = gradient.to(device)
+    before = parameter.detach().double().cpu()
+    options = {"chunk": 8, "topk": 16, "dense_below": 0, "values": "float32", "update": "sgd"}
+    optimizer = DeMo([parameter], lr=0.5, momentum_dtype=momentum_dtype, **options)
+    seen = parameter.grad.double().cpu()
+    optimizer.step()
+    oracle = Oracle(before.view(1, 24, 16), 1, (8, 8), 16, rule="sgd")
+    oracle.step([seen.view(1, 24, 16)], 0.5, 0.999)
+    rounding = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[parameter_dtype]
+    expected = oracle.parameter.view(24, 16)
+    assert ((parameter.detach().double().cpu() - expected).abs() <= rounding * (1 + expected.abs())).all()
+    momentum = optimizer.state[parameter]["momentum"].double().cpu()
+    assert str(optimizer.state[parameter]["momentum"].dtype) == f"torch.{momentum_dtype}"
+    kept = torch.stack(oracle.momenta[0]).view_as(momentum)
+    assert ((momentum - kept).abs() <= (2**-8 if momentum_dtype == "bfloat16" else 1e-5) * (1 + kept.abs())).all()

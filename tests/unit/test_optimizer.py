@@ -1,0 +1,308 @@
+"""`DeMo` as a torch optimizer, with one replica."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from tests.training import SmallNet, build, flat, train, train_step
+from thinwire import DeMo, NonFiniteGradientError, disable_gradient_sync
+from thinwire.exchange.traffic import Count
+
+
+def one(shape: tuple[int, ...] = (8, 8), **options: Any) -> tuple[nn.Parameter, DeMo]:
+    parameter = nn.Parameter(torch.randn(shape))
+    parameter.grad = torch.randn(shape)
+    return parameter, DeMo([parameter], **{"lr": 0.1, "chunk": 4, "topk": 4, "dense_below": 0, **options})
+
+
+def test_it_learns() -> None:
+    _, _, losses = train(0, 60)
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+
+
+@pytest.mark.parametrize("update", ["sign", "sgd", "adamw", "lion", "muon"])
+def test_every_rule_learns(update: str) -> None:
+    _, _, losses = train(0, 60, update=update, values="sign_scale")
+    assert sum(losses[-10:]) < sum(losses[:10])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (1009,), (3, 5), (1, 1), (64, 3, 7, 7), (2, 40, 40), (0,), (4, 0), (5, 1, 3)])
+def test_every_shape_trains(shape: tuple[int, ...]) -> None:
+    for dense_below in (0, 4096):
+        parameter, optimizer = one(shape, dense_below=dense_below, chunk=16)
+        before = parameter.detach().clone()
+        optimizer.step()
+        assert torch.isfinite(parameter).all()
+        if parameter.numel():
+            assert not torch.equal(parameter.detach(), before)
+
+
+def test_gradients_are_left_as_they_were() -> None:
+    model, optimizer, _ = train(0, 2, weight_decay=0.1, maximize=True)
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    optimizer.step()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_missing_gradients_count_as_zero() -> None:
+    used, unused = nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8, 8))
+    optimizer = DeMo([used, unused], lr=0.1, chunk=4, topk=4, dense_below=0)
+    used.grad = torch.randn(8, 8)
+    optimizer.step()
+    assert torch.equal(unused, torch.ones(8, 8))
+    assert not torch.equal(used, torch.ones(8, 8))
+    momentum = optimizer.state[used]["momentum"].clone()
+    used.grad = None
+    optimizer.step()
+    assert optimizer.state[used]["momentum"].abs().sum() < momentum.abs().sum()
+
+
+def test_frozen_parameters_are_not_sent_until_they_are_unfrozen() -> None:
+    model = build()
+    model.wide.requires_grad_(False)
+    optimizer = DeMo(model.parameters(), lr=1e-2, chunk=16, topk=8)
+    small = optimizer.plan.payload_bytes
+    assert model.wide.weight not in optimizer.state
+    train_step(model, optimizer, 0, 0)
+    model.wide.requires_grad_(True)
+    before = model.wide.weight.detach().clone()
+    train_step(model, optimizer, 1, 0)
+    assert optimizer.plan.payload_bytes > small
+    assert not torch.equal(model.wide.weight, before)
+
+
+def test_a_tensor_in_channels_last_order_trains_like_a_contiguous_one() -> None:
+    torch.manual_seed(0)
+    plain = nn.Parameter(torch.randn(16, 8, 3, 3))
+    other = nn.Parameter(plain.detach().clone().to(memory_format=torch.channels_last))
+    gradient = torch.randn(16, 8, 3, 3)
+    for parameter in (plain, other):
+        parameter.grad = gradient.to(memory_format=torch.channels_last)
+        DeMo([parameter], lr=0.1, chunk=8, topk=8, dense_below=0).step()
+    assert torch.equal(plain, other)
+    assert other.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_groups_have_their_own_settings() -> None:
+    slow, fast = nn.Parameter(torch.zeros(8, 8)), nn.Parameter(torch.zeros(8, 8))
+    groups = [{"params": [slow], "lr": 0.01, "topk": 2}, {"params": [fast], "update": "muon", "weight_decay": 0.5}]
+    optimizer = DeMo(groups, lr=1.0, chunk=8, dense_below=0)
+    for parameter in (slow, fast):
+        parameter.grad = torch.randn(8, 8)
+    optimizer.step()
+    assert slow.abs().max().item() == pytest.approx(0.01)
+    assert torch.linalg.svdvals(fast.detach()).max() > 0.5
+    kept = [stack.codec.num_kept for stack in optimizer.plan.buckets[0].stacks]
+    assert sorted(kept) == [2, 32]
+
+
+def test_a_group_added_later_trains() -> None:
+    first, optimizer = one()
+    optimizer.step()
+    second = nn.Parameter(torch.zeros(5, 5))
+    optimizer.add_param_group({"params": [second], "lr": 0.5})
+    second.grad = torch.randn(5, 5)
+    optimizer.step()
+    assert second.abs().max().item() == pytest.approx(0.5)
+    assert [group["num_steps"] for group in optimizer.param_groups] == [2, 1]
+
+
+def test_an_option_changed_on_the_way_takes_effect() -> None:
+    parameter, optimizer = one()
+    optimizer.step()
+    optimizer.param_groups[0].update(topk=8, update="adamw")
+    optimizer.step()
+    assert optimizer.plan.buckets[0].stacks[0].codec.num_kept == 8
+    assert "second_moment" in optimizer.state[parameter]
+    optimizer.param_groups[0]["chunk"] = 8
+    with pytest.raises(ValueError, match="chunk, layout and dense_below cannot change"):
+        optimizer.step()
+
+
+def test_maximize_goes_the_other_way() -> None:
+    parameter, optimizer = one(update="sgd", values="float32")
+    other = nn.Parameter(parameter.detach().clone())
+    other.grad = parameter.grad.clone()
+    start = parameter.detach().clone()
+    optimizer.step()
+    DeMo([other], lr=0.1, chunk=4, topk=4, dense_below=0, update="sgd", values="float32", maximize=True).step()
+    assert torch.allclose(parameter - start, start - other, atol=1e-6)
+
+
+def test_a_closure_is_evaluated_before_the_step_with_gradients_on() -> None:
+    parameter, optimizer = one()
+    parameter.grad = None
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (parameter**2).sum()
+        loss.backward()
+        return loss
+
+    before = parameter.detach().clone()
+    loss = optimizer.step(closure)
+    assert loss.item() == pytest.approx(float((before**2).sum()))
+    assert not torch.equal(parameter, before)
+
+
+def test_schedulers_and_tensor_learning_rates_work() -> None:
+    parameter, optimizer = one(lr=torch.tensor(0.1))
+    scheduler = CosineAnnealingLR(optimizer, T_max=10)
+    optimizer.step()
+    scheduler.step()
+    before = parameter.detach().clone()
+    optimizer.step()
+    lr = 0.1 * (1 + math.cos(math.pi / 10)) / 2
+    assert (parameter - before).abs().max().item() == pytest.approx(lr, rel=1e-4)
+
+
+def test_gradient_accumulation_and_clipping_are_seen_as_plain_gradients() -> None:
+    def run(parts: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(16, 16)
+        optimizer = DeMo(model.parameters(), lr=0.1, chunk=8, topk=8, dense_below=0, update="sgd", values="float32")
+        for images in torch.randn(8, 16).chunk(parts):
+            (model(images).square().sum() / 8).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        return flat(model)
+
+    assert torch.allclose(run(1), run(4), atol=1e-6)
+
+
+def test_an_amp_scaler_unscales_and_an_overflow_skips() -> None:
+    parameter, optimizer = one(update="sgd", values="float32")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    gradient, start = parameter.grad.clone(), parameter.detach().clone()
+    scaler.scale(torch.tensor(1.0))  # the scaler makes its scale at first use
+    parameter.grad = gradient * 1024
+    scaler.step(optimizer)
+    scaler.update()
+    expected = nn.Parameter(start.clone())
+    expected.grad = gradient
+    DeMo([expected], lr=0.1, chunk=4, topk=4, dense_below=0, update="sgd", values="float32").step()
+    assert torch.allclose(parameter, expected, atol=1e-5)
+    before, momentum = parameter.detach().clone(), optimizer.state[parameter]["momentum"].clone()
+    parameter.grad = gradient * math.inf
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(parameter, before)
+    assert torch.equal(optimizer.state[parameter]["momentum"], momentum)
+    assert optimizer.num_skipped_steps == 1
+    assert scaler.get_scale() < 1024
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_non_finite_gradient_changes_nothing(policy: str, bad: float) -> None:
+    parameter, optimizer = one(on_nonfinite=policy, weight_decay=0.1)
+    optimizer.step()
+    before, momentum = parameter.detach().clone(), optimizer.state[parameter]["momentum"].clone()
+    parameter.grad[3, 3] = bad
+    if policy == "raise":
+        with pytest.raises(NonFiniteGradientError, match="replica 0 has NaN or Inf in the gradient of parameter 0 of group 0 at step 2"):
+            optimizer.step()
+    else:
+        optimizer.step()
+        assert optimizer.num_skipped_steps == 1
+    assert torch.equal(parameter, before)
+    assert torch.equal(optimizer.state[parameter]["momentum"], momentum)
+    assert optimizer.num_steps == 1
+
+
+def test_large_finite_gradients_are_not_taken_for_infinite() -> None:
+    parameter, optimizer = one()
+    parameter.grad = torch.full((8, 8), 3e38)
+    optimizer.step()
+    assert torch.isfinite(parameter).all()
+
+
+def test_sparse_gradients_are_refused() -> None:
+    embedding = nn.Embedding(10, 4, sparse=True)
+    optimizer = DeMo(embedding.parameters())
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(TypeError, match="sparse gradient"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"lr": -1.0}, ValueError, "lr"),
+        ({"lr": "fast"}, TypeError, "lr"),
+        ({"topk": 0}, ValueError, "topk must be an integer >= 1, got 0"),
+        ({"topk": 2.0}, TypeError, "topk"),
+        ({"chunk": 0}, ValueError, "chunk"),
+        ({"momentum_decay": 1.5}, ValueError, "momentum_decay"),
+        ({"weight_decay": -0.1}, ValueError, "weight_decay"),
+        ({"update": "muno"}, ValueError, "did you mean 'muon'"),
+        ({"values": "int7"}, ValueError, "did you mean 'int"),
+        ({"layout": "publishd"}, ValueError, "did you mean 'published'"),
+        ({"combine": "mean"}, ValueError, "mean_over_senders"),
+        ({"on_nonfinite": "ignore"}, ValueError, "on_nonfinite"),
+        ({"momentum_dtype": "int8"}, ValueError, "momentum_dtype"),
+        ({"backend": "cuda"}, ValueError, "backend"),
+        ({"betas": (0.9,)}, TypeError, "betas"),
+        ({"betas": (0.9, 2.0)}, ValueError, r"betas\[1\]"),
+        ({"eps": -1.0}, ValueError, "eps"),
+        ({"maximize": 1}, TypeError, "maximize"),
+        ({"lr_in_momentum": None}, TypeError, "lr_in_momentum"),
+        ({"num_buckets": 0}, ValueError, "num_buckets"),
+        ({"timeout_seconds": 0}, ValueError, "timeout_seconds"),
+        ({"sync_parameters": "yes"}, TypeError, "sync_parameters"),
+        ({"dense_below": -1}, ValueError, "dense_below"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        DeMo([nn.Parameter(torch.zeros(4, 4))], **options)
+
+
+def test_bad_parameters_are_named() -> None:
+    with pytest.raises(ValueError, match="empty parameter list"):
+        DeMo([])
+    with pytest.raises(TypeError, match=r"weight has dtype torch.complex64"):
+        DeMo([("weight", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))])
+    with pytest.raises(ValueError, match="unknown option 'topkk'; did you mean 'topk'"):
+        DeMo([{"params": [nn.Parameter(torch.zeros(2))], "topkk": 3}])
+    with pytest.raises(TypeError, match="must be a dict"):
+        one()[1].add_param_group([nn.Parameter(torch.zeros(2))])  # type: ignore[arg-type]
+    _, optimizer = one()
+    with pytest.raises(TypeError, match="complex64"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.complex64))]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.step()
+
+
+def test_several_buckets_and_any_number_of_them_give_the_same_result() -> None:
+    results = [flat(train(0, 5, num_buckets=n)[0]) for n in (1, 2, 3, 100)]
+    for result in results[1:]:
+        assert torch.equal(result, results[0])
+
+
+def test_alone_nothing_crosses_a_wire() -> None:
+    _, optimizer, _ = train(0, 2)
+    assert optimizer.traffic.total == Count()
+    assert optimizer.plan.payload_bytes > 0
+
+
+def test_disable_gradient_sync_wants_ddp() -> None:
+    with pytest.raises(TypeError, match="needs a DistributedDataParallel model, got SmallNet"):
+        disable_gradient_sync(SmallNet())  # type: ignore[arg-type]
+
+
+def test_mixed_dtypes_in_one_optimizer() -> None:
+    parameters = [nn.Parameter(torch.randn(16, 16).to(dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    before = copy.deepcopy([parameter.detach() for parameter in parameters])
+    optimizer = DeMo(parameters, lr=0.1, chunk=8, topk=8, dense_below=0)
+    optimizer.step()
+    for old, parameter in zip(before, parameters, strict=True):
+        assert not torch.equal(old, parameter)
