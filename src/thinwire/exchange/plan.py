@@ -167,7 +167,7 @@ def _stacks(members: list[int], tensors: Sequence[TensorSpec], codings: Sequence
         coding, layout = codings[group], cuts[0][1]
         kept = layout.kept(coding.topk, coding.chunk, coding.layout)
         codec = ChunkCodec(layout.num_elements, kept, _value_name(coding, dense))
-        share = min(1.0, coding.topk / coding.chunk**2) if dense else 1.0
+        share = _dense_share(coding) if dense else 1.0
         stack = Stack(group, codec, share, _entries(cuts), offset)
         offset += stack.num_bytes
         stacks.append(stack)
@@ -184,6 +184,14 @@ def _entries(cuts: list[tuple[int, ChunkLayout]]) -> tuple[Entry, ...]:
 
 def _value_name(coding: Coding, dense: bool) -> str:
     return DENSE_VALUES if dense and not VALUE_CODECS[coding.values].has_zero else coding.values
+
+
+def _dense_share(coding: Coding) -> float:
+    """Each step a dense tensor sends the share of its momentum that coded tensors send of their coefficients.
+
+    Sending all of it would leave no momentum behind, only this step's gradient.
+    """
+    return min(1.0, coding.topk / coding.chunk**2)
 
 
 def _layout(spec: TensorSpec, codings: Sequence[Coding]) -> ChunkLayout:
