@@ -1,13 +1,12 @@
-"""Why the defaults are what they are: short trainings of a byte-level GPT with four replicas in one process.
+"""Why the defaults are what they are: short trainings of a byte-level GPT with four replicas, one per process.
 
-    python benchmarks/defaults.py --out results/defaults/DATE_HARDWARE [--steps 400] [--seeds 2] [--seconds 500]
+    torchrun --nproc-per-node 4 benchmarks/defaults.py --out results/defaults/DATE_HARDWARE [--steps 400] [--seeds 2]
 
 Each case is one row of ``rows.jsonl``: its settings, the mean validation loss at the end, and the bytes a replica sends. The
 text is the source of Python's standard library. Cases that do not fit into ``--seconds`` are left out and said so.
 """
 
 import argparse
-import copy
 import dataclasses
 import json
 import math
@@ -19,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from environment import environment
 from torch import Tensor, nn
 
 from thinwire import DeMo
 from thinwire.exchange import plan
-from thinwire.exchange.loopback import LoopbackTransport, run_replicas
 from thinwire.wire import values as value_table
 
-NUM_REPLICAS, BATCH, LENGTH = 4, 16, 256
+BATCH, LENGTH = 16, 256
 
 
 class ByteGPT(nn.Module):
@@ -71,31 +70,23 @@ def windows(data: Tensor, generator: torch.Generator, count: int) -> Tensor:
 def train(options: dict[str, Any], seed: int, num_steps: int, device: torch.device) -> dict[str, Any]:
     """Train one case and return its measures."""
     train_data, validation = corpus(device)
-    lr = options["lr"]
     torch.manual_seed(seed)
-    start = ByteGPT().to(device)
-
-    def work(transport: LoopbackTransport) -> dict[str, Any]:
-        model = copy.deepcopy(start)
-        optimizer = DeMo(model.parameters(), transport=transport, **options)
-        generator = torch.Generator().manual_seed(1000 * seed + transport.replica)
-        for step in range(num_steps):
-            warm = min(1.0, (step + 1) / 40)
-            optimizer.param_groups[0]["lr"] = lr * warm * (0.55 + 0.45 * math.cos(math.pi * step / num_steps))
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                loss = model(windows(train_data, generator, BATCH))
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-        if transport.replica:
-            return {}
-        held_out = torch.Generator().manual_seed(1)
-        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            losses = [float(model(windows(validation, held_out, 32))) for _ in range(16)]
-        return {"validation_loss": sum(losses) / len(losses), "sent_bytes": optimizer.plan.payload_bytes}
-
-    return run_replicas(work, NUM_REPLICAS, timeout_seconds=120)[0]
+    model = ByteGPT().to(device)
+    optimizer = DeMo(model.parameters(), **options)
+    generator = torch.Generator().manual_seed(1000 * seed + optimizer.replica)
+    for step in range(num_steps):
+        warm = min(1.0, (step + 1) / 40)
+        optimizer.param_groups[0]["lr"] = options["lr"] * warm * (0.55 + 0.45 * math.cos(math.pi * step / num_steps))
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = model(windows(train_data, generator, BATCH))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    held_out = torch.Generator().manual_seed(1)
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        losses = [float(model(windows(validation, held_out, 32))) for _ in range(16)]
+    return {"validation_loss": sum(losses) / len(losses), "sent_bytes": optimizer.plan.payload_bytes}
 
 
 def with_unit(unit: Callable[[Tensor], Tensor] | None) -> Callable[[], None]:
@@ -112,7 +103,7 @@ def with_share(share: float) -> Callable[[], None]:
     """Make dense tensors send this share of their momentum each step."""
 
     def change() -> None:
-        plan._dense_share = lambda coding: share
+        plan._dense_share = lambda _: share
 
     return change
 
@@ -121,35 +112,35 @@ SIGN = {"lr": 6e-4, "update": "sign", "topk": 32}
 MUON = {"lr": 2e-2, "update": "muon", "topk": 64, "momentum_decay": 0.99}
 CASES: dict[str, tuple[dict[str, Any], Callable[[], None] | None]] = {
     "sign rule, sign values": (SIGN, None),
+    "sign rule, dense tensors send all": (SIGN, with_share(1.0)),
+    "sign rule, no dense path": ({**SIGN, "dense_below": 0}, None),
     "sign rule, sign values, whole coefficient taken out": (SIGN, with_unit(torch.abs)),
     "sign rule, sign_scale values": ({**SIGN, "values": "sign_scale"}, None),
     "sign rule, float32 values": ({**SIGN, "values": "float32"}, None),
-    "sign rule, dense tensors send all": (SIGN, with_share(1.0)),
-    "sign rule, no dense path": ({**SIGN, "dense_below": 0}, None),
     "muon rule, sign values": (MUON, None),
+    "muon rule, dense tensors send all": (MUON, with_share(1.0)),
     "muon rule, sign values, whole coefficient taken out": (MUON, with_unit(torch.abs)),
     "muon rule, sign_scale values": ({**MUON, "values": "sign_scale"}, None),
-    "muon rule, sign values, mean over replicas": ({**MUON, "combine": "mean_over_replicas"}, None),
-    "muon rule, dense tensors send all": (MUON, with_share(1.0)),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder for rows.jsonl and environment.json")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=500.0)
+    parser.add_argument("--seconds", type=float, default=500.0, help="start no case after this time")
     options = parser.parse_args()
+    dist.init_process_group("gloo")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "environment.json").write_text(json.dumps(environment(), indent=1) + "\n")
     originals = dict(value_table.VALUE_CODECS), plan._dense_share
     began = time.monotonic()
     for seed in range(options.seeds):
         for name, (settings, change) in CASES.items():
-            if time.monotonic() - began > options.seconds:
-                print(f"left out for lack of time: {name}, seed {seed}", flush=True)
+            late = torch.tensor(time.monotonic() - began > options.seconds)
+            dist.broadcast(late, 0)
+            if bool(late):
+                say(f"left out for lack of time: {name}, seed {seed}")
                 continue
             value_table.VALUE_CODECS.update(originals[0])
             plan._dense_share = originals[1]
@@ -157,10 +148,23 @@ def main() -> None:
                 change()
             start = time.monotonic()
             measures = train(settings, seed, options.steps, device)
-            row = {"case": name, "seed": seed, "steps": options.steps, **settings, **measures}
-            with (options.out / "rows.jsonl").open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(f"{measures['validation_loss']:.4f}  {name}, seed {seed}, {time.monotonic() - start:.0f} s", flush=True)
+            say(f"{measures['validation_loss']:.4f}  {name}, seed {seed}, {time.monotonic() - start:.0f} s")
+            if dist.get_rank() == 0:
+                store(options.out, {"case": name, "seed": seed, "steps": options.steps, **settings, **measures})
+    time.sleep(0.2)
+    dist.destroy_process_group()
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def store(folder: Path, row: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "environment.json").write_text(json.dumps(environment(), indent=1) + "\n")
+    with (folder / "rows.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from thinwire import DeMo
 
-
 # Replicas that are threads share torch's random generator.
 _SEEDING = threading.Lock()
 

@@ -4,7 +4,7 @@ This is the torch backend, and the readable one: follow `LocalStep.encode_` and 
 the wire and back. Shape letters: C chunks, E elements, K kept coefficients, R replicas, B bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,10 +14,11 @@ from thinwire.core import transform
 from thinwire.core.combine import combine
 from thinwire.core.layout import bands_of, chunks_view, crop_to_rows, matrix_shape, rows_of
 from thinwire.core.scratch import Scratch
-from thinwire.core.selection import gather_kept, select_topk, subtract_sent_
+from thinwire.core.selection import group_maxima, num_groups_of, select_topk, subtract_sent_
 from thinwire.core.update_rules import Hyper, UpdateRule
 from thinwire.exchange.plan import Bucket, ExchangePlan, Stack
-from thinwire.slabs import LocalTensor, Piece, Slab, Tile, cut_slabs
+from thinwire.slabs import LocalTensor, Piece, Slab, cut_slabs
+from thinwire.wire.codec import ChunkCodec
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ class LocalStep:
             stacks_RCB = stack_records(payloads_RB, stack)
             for slab in self._slabs[stack]:
                 messages = [stack.codec.decode(records_CB[slab.records].to(slab.device)) for records_CB in stacks_RCB]
-                for tile in slab.tiles:
-                    direction = _decode_tile(tile, slab, stack, messages, combine_rule, scratch)
+                directions = _directions(slab, stack, messages, combine_rule, scratch)
+                for tile, direction in zip(slab.tiles, directions, strict=True):
                     for piece in tile.pieces:
                         local, target = self.tensors[piece.tensor], targets[piece.tensor]
                         part = direction[piece.tile_chunks]
@@ -120,34 +121,53 @@ class LocalStep:
         self, slab: Slab, stack: Stack, gradients: dict[int, Tensor], group: GroupStep, scratch: Scratch
     ) -> tuple[Tensor, Tensor]:
         """The new momentum of a slab, and from it what is to be sent: indices and values (C, K)."""
-        num_elements, num_kept = stack.codec.num_elements, stack.codec.num_kept
-        sends_all = stack.codec.index_codec.name == "all"
-        indices_CK = torch.empty(slab.num_chunks, num_kept, dtype=torch.int64, device=slab.device)
-        kept_CK = torch.empty(slab.num_chunks, num_kept, dtype=slab.dtype, device=slab.device)
-        for tile in slab.tiles:
-            shape = (tile.num_chunks, num_elements)
-            current = []
-            for piece in tile.pieces:
-                momentum_CE = after = self._momentum_of(piece)
-                if momentum_CE.dtype != slab.dtype:
-                    after = scratch.take("momentum", shape, slab.dtype, slab.device)[piece.tile_chunks]
-                    after.copy_(momentum_CE)
-                self._accumulate(piece, after, gradients, group.decay, group.gradient_scale, scratch)
-                if momentum_CE.dtype != slab.dtype:
-                    momentum_CE.copy_(after)
-                current.append(after)
-            tile_indices = indices_CK[tile.slab_chunks]
-            if sends_all:
-                tile_indices.copy_(torch.arange(num_elements, device=slab.device))
+        found = []
+        for pieces in self._batches(slab):
+            if stack.codec.index_codec.name == "all":
+                kept_CK = torch.cat([self._accumulated(piece, slab, gradients, group, scratch) for piece in pieces])
+                found.append((torch.arange(kept_CK.shape[1], device=slab.device).expand_as(kept_CK), kept_CK))
             else:
-                magnitude_CE = scratch.take("first", shape, slab.dtype, slab.device)
-                for piece, after in zip(tile.pieces, current, strict=True):
-                    torch.abs(after, out=magnitude_CE[piece.tile_chunks])
-                copy_CE = scratch.take("second", shape, slab.dtype, slab.device)
-                tile_indices.copy_(select_topk(magnitude_CE, num_kept, copy_CE))
-            for piece, after in zip(tile.pieces, current, strict=True):
-                kept_CK[piece.slab_chunks] = gather_kept(after, indices_CK[piece.slab_chunks])
+                found.append(self._select(pieces, slab, stack.codec, gradients, group, scratch))
+        indices_CK, kept_CK = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
         return indices_CK, kept_CK.mul_(stack.share) if stack.share != 1 else kept_CK
+
+    def _select(
+        self,
+        pieces: Sequence[Piece],
+        slab: Slab,
+        codec: ChunkCodec,
+        gradients: dict[int, Tensor],
+        group: GroupStep,
+        scratch: Scratch,
+    ) -> tuple[Tensor, Tensor]:
+        """Accumulate into these pieces and select from all of them at once: indices and values (C, K)."""
+        first, maxima_CG = pieces[0].slab_first, None
+        if slab.device.type == "cpu":
+            shape = (sum(piece.num_chunks for piece in pieces), num_groups_of(codec.num_elements))
+            maxima_CG = scratch.take("maxima", shape, slab.dtype, slab.device)
+        parts = []
+        for piece in pieces:
+            parts.append(self._accumulated(piece, slab, gradients, group, scratch))
+            if maxima_CG is not None:
+                group_maxima(parts[-1], maxima_CG[piece.slab_first - first :][: piece.num_chunks])
+        return select_topk(parts, codec.num_kept, maxima_CG)
+
+    def _batches(self, slab: Slab) -> Sequence[tuple[Piece, ...]]:
+        """Pieces to select from at once: many, or those of a tile where momenta are widened, which takes memory."""
+        if all(self.tensors[piece.tensor].momentum_CE.dtype == slab.dtype for piece in slab.pieces):
+            return slab.batches
+        return [tile.pieces for tile in slab.tiles]
+
+    def _accumulated(
+        self, piece: Piece, slab: Slab, gradients: dict[int, Tensor], group: GroupStep, scratch: Scratch
+    ) -> Tensor:
+        """The new momentum of a piece in the compute dtype: the state itself, or what was rounded to it."""
+        momentum_CE = self._momentum_of(piece)
+        after = momentum_CE.to(slab.dtype)
+        self._accumulate(piece, after, gradients, group.decay, group.gradient_scale, scratch)
+        if after is not momentum_CE:
+            momentum_CE.copy_(after)
+        return after
 
     def _accumulate(
         self,
@@ -164,16 +184,10 @@ class LocalStep:
             momentum_CE.mul_(decay)
             return
         bands = bands_of(gradient, piece.layout, piece.start, piece.stop).to(momentum_CE.dtype)
-        coefficients = transform.forward(bands, piece.layout, scratch)
-        if gradient_scale != 1:
-            coefficients = coefficients * gradient_scale
-        chunks = momentum_CE.view(coefficients.shape)
-        torch.add(coefficients, chunks, alpha=decay, out=chunks)
+        transform.accumulate_(momentum_CE, bands, piece.layout, decay, gradient_scale, scratch)
 
     def _subtract(self, slab: Slab, indices_CK: Tensor, removed_CK: Tensor) -> None:
-        for piece in slab.pieces:
-            where = piece.slab_chunks
-            subtract_sent_(self._momentum_of(piece), indices_CK[where], removed_CK[where])
+        subtract_sent_([self._momentum_of(piece) for piece in slab.pieces], indices_CK, removed_CK)
 
 
 def stack_records(payloads: Tensor, stack: Stack) -> Tensor:
@@ -182,23 +196,23 @@ def stack_records(payloads: Tensor, stack: Stack) -> Tensor:
     return body.view(*payloads.shape[:-1], stack.num_chunks, stack.codec.record_bytes)
 
 
-def _decode_tile(
-    tile: Tile,
-    slab: Slab,
-    stack: Stack,
-    messages: list[tuple[Tensor, Tensor]],
-    combine_rule: str,
-    scratch: Scratch,
-) -> Tensor:
-    """The update direction of all chunks of the tile, (C, row_edge, col_edge)."""
-    layout = tile.pieces[0].layout
-    mine = [(indices[tile.slab_chunks], values[tile.slab_chunks]) for indices, values in messages]
-    if len(mine) == 1 and not layout.dense and 2 * stack.codec.num_kept <= layout.row_edge + layout.col_edge:
-        indices_CK, values_CK = mine[0]  # alone, nothing is combined, and few coefficients need little arithmetic
-        return transform.inverse_of_few(indices_CK, values_CK.to(slab.dtype), layout, scratch)
-    shape = (tile.num_chunks, stack.codec.num_elements)
-    combined_CE = combine(mine, scratch.take("first", shape, slab.dtype, slab.device), combine_rule)
-    return transform.inverse_(combined_CE, layout, scratch)
+def _directions(
+    slab: Slab, stack: Stack, messages: list[tuple[Tensor, Tensor]], combine_rule: str, scratch: Scratch
+) -> Iterator[Tensor]:
+    """The update direction of all chunks of each tile, (C, row_edge, col_edge), valid until the next one is asked for."""
+    layout, codec = slab.pieces[0].layout, stack.codec
+    if len(messages) == 1 and not layout.dense and 2 * codec.num_kept <= layout.row_edge + layout.col_edge:
+        indices_CK, values_CK = messages[0]  # alone, nothing is combined, and few coefficients need little arithmetic
+        rows_CK, cols_CK = transform.frequencies_of(indices_CK, layout)
+        values_CK = values_CK.to(slab.dtype)
+        for where in (tile.slab_chunks for tile in slab.tiles):
+            yield transform.inverse_of_few((rows_CK[where], cols_CK[where]), values_CK[where], layout, scratch)
+        return
+    for tile in slab.tiles:
+        mine = [(indices[tile.slab_chunks], values[tile.slab_chunks]) for indices, values in messages]
+        shape = (tile.num_chunks, codec.num_elements)
+        combined_CE = combine(mine, scratch.take("first", shape, slab.dtype, slab.device), combine_rule)
+        yield transform.inverse_(combined_CE, layout, scratch)
 
 
 def _apply_piece_(local: LocalTensor, target: Tensor, piece: Piece, direction: Tensor, group: GroupStep) -> None:

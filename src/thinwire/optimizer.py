@@ -47,7 +47,8 @@ class DeMo(Optimizer):
         topk: coefficients kept per full ``chunk x chunk`` chunk; smaller chunks keep in proportion, at least one.
         weight_decay: decoupled, ``p <- p * (1 - lr * weight_decay)``.
         update: what the decoded direction does to the parameters: sign, sgd, adamw, lion or muon.
-        values: how kept coefficients are written: float32, bfloat16, int8, int4, sign_scale or sign.
+        values: how kept coefficients are written: float32, bfloat16, int8, int4, sign_scale or sign; ``auto`` is sign for
+            the rules sign, lion and muon, and sign_scale for sgd and adamw.
         lr_in_momentum: accumulate ``lr * g`` instead of ``g``, as the published code does.
         layout: ``adaptive``, or ``published`` for the published code's cut (largest divisors, topk whatever the size).
         dense_below: tensors with fewer elements are sent whole, at 8 bits, without a transform.
@@ -79,7 +80,7 @@ class DeMo(Optimizer):
         topk: int = 32,
         weight_decay: float = 0.0,
         update: str = "sign",
-        values: str = "sign",
+        values: str = "auto",
         lr_in_momentum: bool = False,
         layout: str = "adaptive",
         dense_below: int = DEFAULT_DENSE_BELOW,

@@ -13,6 +13,9 @@ from thinwire.core.update_rules import UPDATE_RULES
 from thinwire.exchange.plan import Coding
 from thinwire.wire.values import VALUE_CODECS
 
+# One bit is enough where the size of the direction does not matter; plain gradient descent needs sizes.
+_AUTO_VALUES = {"sign": "sign", "lion": "sign", "muon": "sign", "adamw": "sign_scale", "sgd": "sign_scale"}
+
 MOMENTUM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 # What decides the plan or the shape of the state: a checkpoint does not overwrite these.
@@ -37,7 +40,7 @@ def check_group(group: Mapping[str, Any]) -> None:
     check_int("topk", group["topk"], 1)
     check_int("dense_below", group["dense_below"], 0)
     check_choice("update", group["update"], UPDATE_RULES)
-    check_choice("values", group["values"], VALUE_CODECS)
+    check_choice("values", group["values"], ("auto", *VALUE_CODECS))
     check_choice("layout", group["layout"], LAYOUTS)
     check_choice("momentum_dtype", group["momentum_dtype"], MOMENTUM_DTYPES)
     check_bool("lr_in_momentum", group["lr_in_momentum"])
@@ -68,7 +71,8 @@ def check_parameter(parameter: Tensor, name: str) -> None:
 
 def coding_of(group: Mapping[str, Any]) -> Coding:
     """The part of a group that the plan needs."""
-    return Coding(group["chunk"], group["topk"], group["values"], group["layout"], group["dense_below"])
+    values = _AUTO_VALUES[group["update"]] if group["values"] == "auto" else group["values"]
+    return Coding(group["chunk"], group["topk"], values, group["layout"], group["dense_below"])
 
 
 def settings_lines(index: int, group: Mapping[str, Any]) -> list[str]:

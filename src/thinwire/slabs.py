@@ -2,7 +2,8 @@
 
 A *slab* is a run of consecutive records that are packed into bytes together. It is cut into *tiles*, small enough that
 what is as large as the chunks themselves (coefficients, magnitudes) stays in the cache; a tile is made of *pieces* of
-one or many tensors. So the extra memory of a step does not grow with the model, and small tensors are handled together.
+one or many tensors. A few tiles are a *batch*, whose coefficients are selected together. So the extra memory of a step
+does not grow with the model, and small tensors are handled together.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,14 +19,15 @@ from thinwire.exchange.plan import Stack
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest tile and slab, in elements."""
+    """The largest tile, batch and slab, in elements."""
 
     tile_elements: int
+    batch_elements: int
     slab_elements: int
 
 
 # A CPU wants tiles that fit its cache; a GPU wants enough work per launch to fill it.
-_LIMITS = {"cpu": Limits(1 << 18, 1 << 20), "cuda": Limits(1 << 25, 1 << 25)}
+_LIMITS = {"cpu": Limits(3 << 16, 3 << 18, 1 << 21), "cuda": Limits(1 << 25, 1 << 25, 1 << 25)}
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,13 @@ class Slab:
     def pieces(self) -> tuple[Piece, ...]:
         """All pieces, in order."""
         return tuple(piece for tile in self.tiles for piece in tile.pieces)
+
+    @cached_property
+    def batches(self) -> list[tuple[Piece, ...]]:
+        """The pieces in runs of several tiles, to select from at once: enough to make up for the price of each call."""
+        num_tiles = max(1, _limits(self.device).batch_elements // _limits(self.device).tile_elements)
+        runs = [self.tiles[first : first + num_tiles] for first in range(0, len(self.tiles), num_tiles)]
+        return [tuple(piece for tile in run for piece in tile.pieces) for run in runs]
 
 
 def cut_slabs(stack: Stack, tensors: Sequence[LocalTensor]) -> list[Slab]:

@@ -152,4 +152,4 @@ def test_answers_come_back_in_replica_order() -> None:
 
 def test_replicas_in_threads_do_not_wait_for_each_other_outside_exchanges() -> None:
     barrier = threading.Barrier(2)
-    assert run_replicas(lambda transport: barrier.wait(5) >= 0, 2) == [True, True]
+    assert run_replicas(lambda _: barrier.wait(5) >= 0, 2) == [True, True]

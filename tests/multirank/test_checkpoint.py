@@ -100,7 +100,7 @@ def refuse(optimizer: DeMo, state: Any, words: str, **policy: str) -> None:
 
 
 def test_other_replicas_counts_plans_and_files_are_refused_and_change_nothing() -> None:
-    states = two_replicas(lambda replica, optimizer: through_a_file(optimizer.state_dict()))
+    states = two_replicas(lambda _, optimizer: through_a_file(optimizer.state_dict()))
     _, alone, _ = train(0, 4, **OPTIONS)
     refuse(alone, states[0], "number of replicas is 2, this optimizer's is 1")
     two_replicas(lambda replica, optimizer: refuse(optimizer, states[1 - replica], f"replica is {1 - replica}"))
@@ -115,12 +115,12 @@ def test_other_replicas_counts_plans_and_files_are_refused_and_change_nothing() 
     lost = alone.state_dict()
     lost["state"] = {index: {"momentum": state["momentum"]} for index, state in lost["state"].items()}
     refuse(alone, lost, "nothing as second_moment of parameter 0")
-    with pytest.raises(ValueError, match="residual='kep'.*did you mean 'keep'"):
+    with pytest.raises(ValueError, match=r"residual='kep'.*did you mean 'keep'"):
         alone.load_state_dict(alone.state_dict(), residual="kep")
 
 
 def test_the_residual_may_be_kept_or_dropped_by_choice() -> None:
-    states = two_replicas(lambda replica, optimizer: through_a_file(optimizer.state_dict()))
+    states = two_replicas(lambda _, optimizer: through_a_file(optimizer.state_dict()))
     _, alone, _ = train(0, 1, **OPTIONS)
     alone.load_state_dict(states[1], residual="keep")
     for mine, saved in zip(alone.state.values(), states[1]["state"].values(), strict=True):

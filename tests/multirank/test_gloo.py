@@ -28,7 +28,9 @@ def _train(rank: int, options: dict[str, Any]) -> tuple[Tensor, list[float], lis
     return flat(model), losses, [*counts, optimizer.plan.payload_bytes, traffic.last_step.num_exchanges, num_buckets]
 
 
-@pytest.mark.parametrize(("num_ranks", "options"), [(2, {}), (4, {"num_buckets": 2, "update": "adamw", "weight_decay": 0.1})])
+@pytest.mark.parametrize(
+    ("num_ranks", "options"), [(2, {}), (4, {"num_buckets": 2, "update": "adamw", "weight_decay": 0.1})]
+)
 def test_ranks_end_bit_identical_and_equal_to_loopback(num_ranks: int, options: dict[str, Any]) -> None:
     results = run_ranks(_train, num_ranks, options)
 
@@ -168,14 +170,15 @@ def _die(rank: int, moment: str) -> tuple[str, float, bool, bool] | None:
         if moment == "late":
             time.sleep(10)
         if moment == "mid-step":
-            optimizer._exchange = lambda groups: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+            optimizer._exchange = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
             optimizer.step()
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     outcome = _outcome(optimizer.step)
     untouched = torch.equal(flat(model), before)
     kept = all(
-        torch.allclose(optimizer.state[p]["momentum"], m, atol=1e-5) for p, m in zip(model.parameters(), momenta, strict=True)
+        torch.allclose(optimizer.state[p]["momentum"], m, atol=1e-5)
+        for p, m in zip(model.parameters(), momenta, strict=True)
     )
     return outcome, time.monotonic() - began, untouched, kept
 

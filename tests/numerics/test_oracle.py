@@ -17,7 +17,9 @@ from thinwire.exchange.plan import Coding, TensorSpec, make_plan
 from thinwire.wire.values import VALUE_CODECS
 
 
-def train(shape: tuple[int, ...], gradients: list[list[Tensor]], start: Tensor, **options: Any) -> list[tuple[Tensor, Tensor]]:
+def train(
+    shape: tuple[int, ...], gradients: list[list[Tensor]], start: Tensor, **options: Any
+) -> list[tuple[Tensor, Tensor]]:
     """Parameters and momentum of each replica after steps with ``gradients[step][replica]``."""
 
     def work(transport: Any) -> tuple[Tensor, Tensor]:
@@ -91,14 +93,18 @@ def test_any_shape(shape: tuple[int, ...], num_replicas: int, seed: int, **optio
     follow(shape, num_replicas, 3, seed, **options)
 
 
-@given(shape=st.lists(st.integers(1, 12), min_size=1, max_size=4).map(tuple), chunk=st.integers(2, 8), seed=st.integers(0, 2**32))
+@given(
+    shape=st.lists(st.integers(1, 12), min_size=1, max_size=4).map(tuple),
+    chunk=st.integers(2, 8),
+    seed=st.integers(0, 2**32),
+)
 def test_muon_on_any_shape(shape: tuple[int, ...], chunk: int, seed: int) -> None:
     options = {"topk": 6, "values": "sign_scale", "combine": "mean_over_replicas", "lr_in_momentum": False}
     follow(shape, 2, 2, seed, update="muon", chunk=chunk, dense_below=0, **options)
 
 
 def test_a_tensor_larger_than_a_tile_is_handled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(slabs._LIMITS, "cpu", slabs.Limits(tile_elements=40, slab_elements=100))
+    monkeypatch.setitem(slabs._LIMITS, "cpu", slabs.Limits(tile_elements=40, batch_elements=80, slab_elements=200))
     options = {"combine": "mean_over_senders", "lr_in_momentum": False, "dense_below": 0, "chunk": 4, "topk": 3}
     for update in ("adamw", "muon"):
         for shape in ((23, 10), (3, 7, 9), (50,), (12, 16)):

@@ -31,7 +31,9 @@ def test_every_rule_learns(update: str) -> None:
     assert sum(losses[-10:]) < sum(losses[:10])
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (1009,), (3, 5), (1, 1), (64, 3, 7, 7), (2, 40, 40), (0,), (4, 0), (5, 1, 3)])
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (7,), (1009,), (3, 5), (1, 1), (64, 3, 7, 7), (2, 40, 40), (0,), (4, 0), (5, 1, 3)]
+)
 def test_every_shape_trains(shape: tuple[int, ...]) -> None:
     for dense_below in (0, 4096):
         parameter, optimizer = one(shape, dense_below=dense_below, chunk=16)
@@ -103,7 +105,7 @@ def test_groups_have_their_own_settings() -> None:
 
 
 def test_a_group_added_later_trains() -> None:
-    first, optimizer = one()
+    _, optimizer = one()
     optimizer.step()
     second = nn.Parameter(torch.zeros(5, 5))
     optimizer.add_param_group({"params": [second], "lr": 0.5})
@@ -206,7 +208,9 @@ def test_a_non_finite_gradient_changes_nothing(policy: str, bad: float) -> None:
     before, momentum = parameter.detach().clone(), optimizer.state[parameter]["momentum"].clone()
     parameter.grad[3, 3] = bad
     if policy == "raise":
-        with pytest.raises(NonFiniteGradientError, match="replica 0 has NaN or Inf in the gradient of parameter 0 of group 0 at step 2"):
+        with pytest.raises(
+            NonFiniteGradientError, match="replica 0 has NaN or Inf in the gradient of parameter 0 of group 0 at step 2"
+        ):
             optimizer.step()
     else:
         optimizer.step()
@@ -278,6 +282,13 @@ def test_bad_parameters_are_named() -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.complex64))]})
     assert len(optimizer.param_groups) == 1
     optimizer.step()
+
+
+def test_automatic_values_depend_on_the_rule() -> None:
+    names = {}
+    for update in ("sign", "sgd", "adamw", "lion", "muon"):
+        names[update] = one(update=update)[1].plan.buckets[0].stacks[0].codec.value_name
+    assert names == {"sign": "sign", "sgd": "sign_scale", "adamw": "sign_scale", "lion": "sign", "muon": "sign"}
 
 
 def test_several_buckets_and_any_number_of_them_give_the_same_result() -> None:

@@ -4,26 +4,48 @@ A slot without a coefficient is *void*: its index is E, one past the last. Zeros
 momentum sends nothing and does not vote.
 """
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-# From here on numpy's vectorised partition needs half the processor time of torch.topk on a CPU.
-_PARTITION_FROM_ELEMENTS = 1 << 15
+# Near sqrt(E / K) for the usual 64 x 64 chunk with 32 kept: as much work to find the groups as to look into them.
+_GROUP_SIZE = 8
 
 
-def select_topk(magnitude_CE: Tensor, num_kept: int, copy_CE: Tensor | None = None) -> Tensor:
-    """Return the kept indices (C, K), ascending, voids last.
+def num_groups_of(num_elements: int) -> int:
+    """G: how many groups the elements of a chunk form."""
+    return num_elements // math.gcd(num_elements, _GROUP_SIZE)
 
-    ``copy_CE`` is memory that may be overwritten; with it, large float32 chunks on a CPU take a faster way.
+
+def group_maxima(coefficients_CE: Tensor, maxima_CG: Tensor) -> None:
+    """Write down the largest magnitude in each group of elements, best while the coefficients are in the cache.
+
+    Group g holds the elements g, g + G, g + 2 * G and so on, so that these are maxima of whole rows. Taking magnitudes
+    first would cost a pass more.
     """
-    is_large = magnitude_CE.numel() >= _PARTITION_FROM_ELEMENTS and num_kept < magnitude_CE.shape[1]
-    if copy_CE is not None and is_large and magnitude_CE.device.type == "cpu" and magnitude_CE.dtype == torch.float32:
-        indices_CK = _select_by_partition(magnitude_CE.numpy(), num_kept, copy_CE.numpy())
-        if indices_CK is not None:
-            return indices_CK
-    return _select_by_topk(magnitude_CE, num_kept)
+    rows = coefficients_CE.view(len(coefficients_CE), -1, maxima_CG.shape[1])
+    torch.amax(rows, dim=1, out=maxima_CG)
+    torch.maximum(maxima_CG, rows.amin(dim=1).neg_(), out=maxima_CG)
+
+
+def select_topk(parts: Sequence[Tensor], num_kept: int, maxima_CG: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the kept indices (C, K), ascending, voids last, and the coefficients there, 0 in voids.
+
+    The chunks come as the rows of one or more tensors (C, E), so that those of many parameters are handled together.
+    With their `group_maxima` a CPU has a faster way.
+    """
+    found = None if maxima_CG is None else _select_by_groups(parts, maxima_CG, num_kept)
+    if found is not None:
+        return found
+    if parts[0].device.type == "cpu":  # part by part, so that it takes no more memory than a part
+        indices_CK = torch.cat([_select_by_topk(part.abs(), num_kept) for part in parts])
+    else:
+        indices_CK = _select_by_topk(torch.cat([part.abs() for part in parts]), num_kept)
+    where = indices_CK.split([len(part) for part in parts])
+    return indices_CK, torch.cat([gather_kept(part, indices) for part, indices in zip(parts, where, strict=True)])
 
 
 def _select_by_topk(magnitude_CE: Tensor, num_kept: int) -> Tensor:
@@ -46,22 +68,45 @@ def _settle_ties(magnitude_CE: Tensor, num_kept: int) -> Tensor:
     return order[:, :num_kept]
 
 
-def _select_by_partition(magnitude_CE: NDArray[np.float32], num_kept: int, copy_CE: NDArray[np.float32]) -> Tensor | None:
-    """The same for float32 on a CPU: find each chunk's smallest kept magnitude, and list what is at least as large.
+def _select_by_groups(parts: Sequence[Tensor], maxima_CG: Tensor, num_kept: int) -> tuple[Tensor, Tensor] | None:
+    """The same by looking only into the K groups with the largest maxima.
 
-    None where a chunk has a tie at that magnitude, or fewer than K coefficients that are not 0.
+    Each of these maxima is larger than all that other groups hold, and there are K of them, so nothing else can be kept.
+    None where a tie or a lack of coefficients that are not 0 keeps this from being so.
     """
-    num_chunks, num_elements = magnitude_CE.shape
-    np.copyto(copy_CE, magnitude_CE)
-    first_kept = num_elements - num_kept
-    copy_CE.partition(first_kept - 1, axis=1)
-    smallest_kept = copy_CE[:, first_kept:].min(axis=1)
-    if (copy_CE[:, first_kept - 1] == smallest_kept).any() or not smallest_kept.all():
+    num_elements, num_groups = parts[0].shape[1], maxima_CG.shape[1]
+    groups_CK = _largest(maxima_CG, num_kept)
+    if groups_CK is None:
         return None
-    flat = np.flatnonzero(magnitude_CE >= smallest_kept[:, None])
-    flat = flat.reshape(num_chunks, num_kept)
-    flat -= np.arange(0, num_chunks * num_elements, num_elements)[:, None]
-    return torch.from_numpy(flat)
+    first_of_rows = torch.arange(0, num_elements, num_groups)[:, None]
+    indices_CJ = (groups_CK[:, None, :] + first_of_rows).view(len(groups_CK), -1)  # ascending, as the result has to be
+    where = indices_CJ.split([len(part) for part in parts])
+    values_CJ = torch.cat([part.gather(1, indices) for part, indices in zip(parts, where, strict=True)])
+    if num_groups == num_elements:
+        return indices_CJ, values_CJ
+    slots_CK = _largest(values_CJ.abs(), num_kept)
+    return None if slots_CK is None else (indices_CJ.gather(1, slots_CK), values_CJ.gather(1, slots_CK))
+
+
+def _largest(values_CN: Tensor, num_kept: int) -> Tensor | None:
+    """Where the K largest of each row are, ascending: the smallest of them is found, and all that is as large is listed.
+
+    None where this does not work: a tie at the smallest, a smallest of 0, or no more than K values in a row.
+    """
+    num_rows, num_values = values_CN.shape
+    first_kept = num_values - num_kept
+    if first_kept < 1:
+        return None
+    parted = values_CN.clone().numpy()  # torch's memory, so that its profiler and allocator know of it
+    parted.partition(first_kept - 1, axis=1)  # numpy's is vectorised, torch has none
+    smallest_kept = parted[:, first_kept:].min(axis=1)
+    if (parted[:, first_kept - 1] == smallest_kept).any() or not smallest_kept.all():
+        return None
+    is_kept = torch.empty_like(values_CN, dtype=torch.bool).numpy()
+    np.greater_equal(values_CN.numpy(), smallest_kept[:, None], out=is_kept)
+    places = np.flatnonzero(is_kept).reshape(num_rows, num_kept)
+    places -= np.arange(0, num_rows * num_values, num_values)[:, None]
+    return torch.from_numpy(places)
 
 
 def gather_kept(coefficients_CE: Tensor, indices_CK: Tensor) -> Tensor:
@@ -71,8 +116,9 @@ def gather_kept(coefficients_CE: Tensor, indices_CK: Tensor) -> Tensor:
     return kept.masked_fill_(indices_CK == num_elements, 0)
 
 
-def subtract_sent_(coefficients_CE: Tensor, indices_CK: Tensor, sent_CK: Tensor) -> Tensor:
-    """Take what was sent out of the residual momentum, in place. Void slots hold 0 and change nothing."""
-    num_elements = coefficients_CE.shape[1]
-    slots = indices_CK.clamp(max=num_elements - 1)
-    return coefficients_CE.scatter_add_(1, slots, sent_CK.to(coefficients_CE.dtype).neg_())
+def subtract_sent_(parts: Sequence[Tensor], indices_CK: Tensor, sent_CK: Tensor) -> None:
+    """Take what was sent out of the residual momentum of the parts, in place. Void slots hold 0 and change nothing."""
+    sizes = [len(part) for part in parts]
+    slots = indices_CK.clamp(max=parts[0].shape[1] - 1).split(sizes)
+    for part, where, negative in zip(parts, slots, sent_CK.neg().split(sizes), strict=True):
+        part.scatter_add_(1, where, negative.to(part.dtype))

@@ -24,6 +24,39 @@ def dct_basis(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return basis.to(dtype=dtype, device=device)
 
 
+def accumulate_(
+    momentum_CE: Tensor, bands: Tensor, layout: ChunkLayout, decay: float, gradient_scale: float, scratch: Scratch
+) -> None:
+    """``m <- decay * m + gradient_scale * T(g)``, with the gradient as (bands, row_edge, cols)."""
+    if bands.device.type == "cpu" and layout.col_edge > 1 and not layout.dense:
+        _accumulate_by_bands_(momentum_CE, bands, layout, decay, gradient_scale, scratch)
+        return
+    coefficients = forward(bands, layout, scratch)
+    if gradient_scale != 1:
+        coefficients = coefficients * gradient_scale
+    chunks = momentum_CE.view(coefficients.shape)
+    torch.add(coefficients, chunks, alpha=decay, out=chunks)
+
+
+def _accumulate_by_bands_(
+    momentum_CE: Tensor, bands: Tensor, layout: ChunkLayout, decay: float, gradient_scale: float, scratch: Scratch
+) -> None:
+    """The same with a product per band, which a CPU does not mind: it brings the band into chunk order at no cost.
+
+    The product along the columns then adds to the momentum as it goes, so that no pass is spent on either.
+    """
+    chunks = chunks_view(bands, layout)
+    if layout.row_edge > 1:
+        basis = dct_basis(layout.row_edge, bands.dtype, bands.device).expand(layout.chunks_per_band, -1, -1)
+        products = scratch.take("first", tuple(chunks.shape), bands.dtype, bands.device)
+        for band, product in zip(chunks.unbind(), products.unbind(), strict=True):
+            torch.bmm(basis, band, out=product)
+        chunks = products
+    basis = dct_basis(layout.col_edge, bands.dtype, bands.device)
+    tall = momentum_CE.view(-1, layout.col_edge)
+    torch.addmm(tall, chunks.reshape(tall.shape), basis.T, beta=decay, alpha=gradient_scale, out=tall)
+
+
 def forward(bands: Tensor, layout: ChunkLayout, scratch: Scratch) -> Tensor:
     """Transform (bands, row_edge, cols) to coefficients seen as (bands, chunks_per_band, row_edge, col_edge).
 
@@ -58,21 +91,27 @@ def inverse_(coefficients_CE: Tensor, layout: ChunkLayout, scratch: Scratch) -> 
     return elements
 
 
-def inverse_of_few(indices_CJ: Tensor, values_CJ: Tensor, layout: ChunkLayout, scratch: Scratch) -> Tensor:
+def frequencies_of(indices_CJ: Tensor, layout: ChunkLayout) -> tuple[Tensor, Tensor]:
+    """The row and the column of each coefficient in its chunk; voids get those of the last."""
+    indices = indices_CJ.clamp(max=layout.num_elements - 1)
+    return indices // layout.col_edge, indices % layout.col_edge
+
+
+def inverse_of_few(frequencies: tuple[Tensor, Tensor], values_CJ: Tensor, layout: ChunkLayout, scratch: Scratch) -> Tensor:
     """The same inverse from a list of J coefficients per chunk, in any order; voids hold the value 0.
 
     The sum of v * (row of A) x (row of B) over the list is one matrix product of gathered basis rows, and needs about
     J / (row_edge + col_edge) of the arithmetic of `inverse_`.
     """
-    (num_chunks, num_listed), edges = indices_CJ.shape, (layout.row_edge, layout.col_edge)
+    num_chunks, num_listed = values_CJ.shape
     dtype, device = values_CJ.dtype, values_CJ.device
-    flat = indices_CJ.clamp(max=layout.num_elements - 1).view(-1)
-    factors = []
-    for frequencies, edge, role in zip((flat // edges[1], flat % edges[1]), edges, ("rows", "cols"), strict=True):
-        gathered = scratch.take(f"{role}_of_few", (len(flat), edge), dtype, device)
-        factors.append(torch.index_select(dct_basis(edge, dtype, device), 0, frequencies, out=gathered))
-    factors[1].mul_(values_CJ.reshape(-1, 1))
-    rows, cols = (factor.view(num_chunks, num_listed, -1) for factor in factors)
+    edges, factors = (layout.row_edge, layout.col_edge), []
+    for which, edge, role in zip(frequencies, edges, ("rows_of_few", "cols_of_few"), strict=True):
+        gathered = scratch.take(role, (num_chunks * num_listed, edge), dtype, device)
+        torch.index_select(dct_basis(edge, dtype, device), 0, which.view(-1), out=gathered)
+        factors.append(gathered.view(num_chunks, num_listed, edge))
+    rows, cols = factors
+    cols.mul_(values_CJ[:, :, None])
     return torch.bmm(rows.transpose(1, 2), cols, out=scratch.take("second", (num_chunks, *edges), dtype, device))
 
 

@@ -20,7 +20,9 @@ def test_means_over_senders_and_over_replicas() -> None:
         (torch.tensor([[1, 3]]), torch.tensor([[6.0, 0.0]])),  # a 0 is no vote
     ]
     assert combine(messages, torch.empty(1, 4), "mean_over_senders").tolist() == [[3.0, 6.0, 0.0, 1.0]]
-    assert combine(messages, torch.empty(1, 4), "mean_over_replicas").tolist() == [[2.0, 2.0, 0.0, torch.tensor(1 / 3).item()]]
+    assert combine(messages, torch.empty(1, 4), "mean_over_replicas").tolist() == [
+        [2.0, 2.0, 0.0, torch.tensor(1 / 3).item()]
+    ]
 
 
 def test_a_single_replica_is_taken_as_it_is() -> None:

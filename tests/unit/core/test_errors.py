@@ -28,6 +28,6 @@ def test_good_values_come_back() -> None:
         (check_bool, ("flag", 1), TypeError, "flag.*1"),
     ],
 )
-def test_bad_values_are_named(check, args, kind, words) -> None:  # noqa: ANN001
+def test_bad_values_are_named(check, args, kind, words) -> None:
     with pytest.raises(kind, match=words):
         check(*args)

@@ -11,7 +11,9 @@ SHAPES = st.lists(st.integers(1, 40), min_size=0, max_size=4).map(tuple)
 
 
 @given(shape=SHAPES, chunk=st.integers(1, 17), dense=st.booleans(), layout=st.sampled_from(["adaptive", "published"]))
-def test_cut_and_crop_give_every_part_of_the_tensor_back(shape: tuple[int, ...], chunk: int, dense: bool, layout: str) -> None:
+def test_cut_and_crop_give_every_part_of_the_tensor_back(
+    shape: tuple[int, ...], chunk: int, dense: bool, layout: str
+) -> None:
     cut = plan_layout(shape, chunk, 10**9 if dense else 0, layout)
     tensor = torch.randn(shape)
     step = cut.bands_per_cut * 2
@@ -30,7 +32,17 @@ def test_cut_and_crop_give_every_part_of_the_tensor_back(shape: tuple[int, ...],
 
 @pytest.mark.parametrize(
     ("size", "chunk", "edge"),
-    [(4096, 64, 64), (1000, 64, 50), (10, 64, 10), (64, 64, 64), (65, 64, 33), (1009, 64, 64), (96, 64, 48), (7, 4, 4), (1, 1, 1)],
+    [
+        (4096, 64, 64),
+        (1000, 64, 50),
+        (10, 64, 10),
+        (64, 64, 64),
+        (65, 64, 33),
+        (1009, 64, 64),
+        (96, 64, 48),
+        (7, 4, 4),
+        (1, 1, 1),
+    ],
 )
 def test_edges_are_divisors_where_large_enough_else_even_cuts(size: int, chunk: int, edge: int) -> None:
     assert cut_edge(size, chunk) == edge

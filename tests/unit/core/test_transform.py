@@ -4,7 +4,7 @@ import torch
 from thinwire.core import reference
 from thinwire.core.layout import bands_of, plan_layout
 from thinwire.core.scratch import Scratch
-from thinwire.core.transform import dct_basis, forward, inverse_, inverse_of_few
+from thinwire.core.transform import accumulate_, dct_basis, forward, frequencies_of, inverse_, inverse_of_few
 
 SHAPES = [(64, 64), (50, 33), (1, 40), (40, 1), (97,), (3, 34, 40), (12, 5, 3, 3), (130, 70)]
 
@@ -39,8 +39,19 @@ def test_few_coefficients_give_the_same_inverse(shape: tuple[int, ...], device: 
     values = torch.randn(layout.num_chunks, num_kept, dtype=torch.float64, device=device)
     indices[0, 0], values[0, 0] = num_elements, 0.0  # a void
     full.scatter_add_(1, indices.clamp(max=num_elements - 1), values)
-    few = inverse_of_few(indices, values, layout, scratch).clone()
+    few = inverse_of_few(frequencies_of(indices, layout), values, layout, scratch).clone()
     assert torch.allclose(few, inverse_(full, layout, Scratch()), atol=1e-10)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dense_below", [0, 10**9])
+def test_gradients_accumulate_into_the_momentum(shape: tuple[int, ...], dense_below: int, device: torch.device) -> None:
+    layout, scratch = plan_layout(shape, 32, dense_below), Scratch()
+    momentum = torch.randn(layout.num_chunks, layout.num_elements, dtype=torch.float64, device=device)
+    bands = bands_of(torch.randn(shape, dtype=torch.float64, device=device), layout, 0, layout.num_bands)
+    expected = 0.9 * momentum - 2.5 * forward(bands, layout, Scratch()).reshape(momentum.shape)
+    accumulate_(momentum, bands, layout, 0.9, -2.5, scratch)
+    assert torch.allclose(momentum, expected, atol=1e-12)
 
 
 def test_a_dense_layout_has_no_transform() -> None:

@@ -1,0 +1,43 @@
+# Everything runs in .venv, which `make` creates. PYTHON may name another interpreter: make test PYTHON=python3.12
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# bfloat16 matrix products stop with SIGILL on some CPUs unless oneDNN is kept from their newest instructions.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
+
+.PHONY: help test test-gpu lint format bench wire clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $(STAMP)
+
+test: lint  ## lint, types, all tests that need no GPU, and the coverage of core and wire
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal --cov --cov-report=
+	$(BIN)/python -m coverage report --include='*/thinwire/core/*,*/thinwire/wire/*' --fail-under=95
+
+test-gpu: $(STAMP)  ## the tests that run on a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(STAMP)  ## formatting, lint rules and strict types
+	$(BIN)/ruff format --check --quiet
+	$(BIN)/ruff check --quiet
+	$(BIN)/mypy
+
+format: $(STAMP)  ## format the code
+	$(BIN)/ruff format --quiet
+	$(BIN)/ruff check --fix --quiet
+
+bench: $(STAMP)  ## CPU step time and memory beside pytorch-optimizer's DeMo; rows under results/
+	$(BIN)/python benchmarks/cpu_step.py
+
+wire: $(STAMP)  ## bits per coefficient on the wire
+	$(BIN)/python -m thinwire.wire
+
+clean:  ## remove the environment and all caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage build dist

@@ -1,0 +1,88 @@
+"""The rules of the source tree, as tests."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import thinwire
+
+SOURCE = Path(thinwire.__file__).parent
+ROOT = SOURCE.parent.parent
+# Each may import from itself and from what stands before it.
+LAYERS = ["core", "wire", "exchange", "slabs", "local_step", "options", "checkpoint", "optimizer", "__init__"]
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def layer_of(module: str) -> int:
+    parts = module.split(".")
+    return LAYERS.index(parts[1] if len(parts) > 1 else "__init__")
+
+
+def imports(path: Path) -> list[str]:
+    """Modules imported at run time, not those for types alone."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += names if node.module == "thinwire" else [node.module]
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_go_downwards_only(path: Path) -> None:
+    here = layer_of(".".join(("thinwire", *path.relative_to(SOURCE).with_suffix("").parts)))
+    for module in imports(path):
+        if module.split(".")[0] == "thinwire":
+            assert layer_of(module) <= here, f"{path.name} imports {module}"
+        if module.startswith("torch.distributed") or module == "torch.nn.parallel":
+            assert LAYERS[here] in ("exchange", "optimizer"), f"{path.name} imports {module}"
+        allowed = {"thinwire", "torch", "numpy"} | set(__import__("sys").stdlib_module_names)
+        assert module.split(".")[0] in allowed, f"{path.name} imports {module}, which the core does not depend on"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_files_are_short_and_say_what_they_hold(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 500
+    assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
+    assert path.stem not in ("utils", "helpers", "common", "misc")
+
+
+def test_every_public_name_is_documented() -> None:
+    readme = (ROOT / "README.md").read_text()
+    docs = readme + "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    for name in thinwire.__all__:
+        assert getattr(thinwire, name).__doc__, f"{name} has no docstring"
+        assert name in docs, f"{name} is in no document"
+
+
+def test_every_option_is_in_the_docstring_and_in_the_readme() -> None:
+    options = list(inspect.signature(thinwire.DeMo.__init__).parameters)[1:]
+    readme = (ROOT / "README.md").read_text()
+    for option in options:
+        assert re.search(rf"^ +{option}: ", thinwire.DeMo.__doc__ or "", re.MULTILINE), f"{option} is not in the docstring"
+        assert f"`{option}`" in readme or f"`{option}=" in readme, f"{option} is not in the README"
+
+
+def test_the_table_in_the_docs_is_the_one_the_program_prints() -> None:
+    from thinwire.wire.__main__ import table
+
+    assert table(4096) in (ROOT / "docs" / "wire-format.md").read_text()
+
+
+def test_the_changelog_has_this_version() -> None:
+    assert f"## {thinwire.__version__}" in (ROOT / "CHANGELOG.md").read_text()

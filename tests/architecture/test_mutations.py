@@ -1,0 +1,113 @@
+"""Break each invariant on purpose and see its test fail: the tests can fail, and for the right reason."""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import thinwire
+
+SOURCE = Path(thinwire.__file__).parent
+ROOT = SOURCE.parent.parent
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """``old`` in ``file`` becomes ``new``, and ``test`` must notice."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+MUTATIONS = [
+    Mutation(
+        "ties go to the higher index",
+        "core/selection.py",
+        "torch.sort(magnitude_CE, dim=1, descending=True, stable=True).indices",
+        "magnitude_CE.shape[1] - 1 - torch.sort(magnitude_CE.flip(1), dim=1, descending=True, stable=True).indices",
+        "tests/unit/core/test_selection.py::test_ties_go_to_the_lower_index_and_zeros_are_void",
+    ),
+    Mutation(
+        "replicas are combined in reverse",
+        "core/combine.py",
+        "    for indices_CK, values_CK in messages:\n        combined_CE",
+        "    for indices_CK, values_CK in reversed(messages):\n        combined_CE",
+        "tests/unit/core/test_combine.py::test_replicas_are_summed_in_replica_order",
+    ),
+    Mutation(
+        "a zero counts as a vote",
+        "core/combine.py",
+        "(values_CK != 0).to(torch.int16)",
+        "torch.ones_like(values_CK, dtype=torch.int16)",
+        "tests/unit/core/test_combine.py::test_means_over_senders_and_over_replicas",
+    ),
+    Mutation(
+        "what was sent stays in the momentum",
+        "core/selection.py",
+        "part.scatter_add_(1, where, negative.to(part.dtype))",
+        "part.scatter_add_(1, where, negative.to(part.dtype) * 0)",
+        "tests/numerics/test_conservation.py::test_decayed_momentum_plus_gradient_is_sent_plus_kept",
+    ),
+    Mutation(
+        "the unrounded value is taken out instead of what the peers see",
+        "wire/codec.py",
+        "sent = codec.decode(codes, scale)",
+        "sent = values_CK.clone()",
+        "tests/contracts/test_codecs.py::test_records_hold_what_was_sent_and_nothing_is_lost",
+    ),
+    Mutation(
+        "the header is not compared",
+        "wire/payload.py",
+        "        if found != wanted:",
+        '        if found != wanted and name == "magic":',
+        "tests/unit/wire/test_payload.py::test_every_field_of_the_header_is_compared",
+    ),
+    Mutation(
+        "the checksum leaves a word out",
+        "wire/payload.py",
+        "    weights[_CHECKSUM_WORD] = 0",
+        "    weights[_CHECKSUM_WORD] = weights[-1] = 0",
+        "tests/unit/wire/test_payload.py::test_every_single_bit_is_guarded",
+    ),
+    Mutation(
+        "indices out of order are accepted",
+        "wire/indices.py",
+        "return indices_CK.clamp(max=num_elements), in_order & ",
+        "return indices_CK.clamp(max=num_elements), ",
+        "tests/contracts/test_codecs.py::test_index_codecs_take_any_bits_without_leaving_the_range",
+    ),
+    Mutation(
+        "a failed exchange is not undone",
+        "optimizer.py",
+        "                self._local.undo_(bucket, groups, encoding)",
+        "                pass",
+        "tests/contracts/test_transports.py::test_a_damaged_payload_stops_the_step_before_anything_changes",
+    ),
+]
+
+
+def run(source: Path, test: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", test]
+    environment = {**os.environ, "PYTHONPATH": str(source)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_broken_invariant_is_noticed(mutation: Mutation, tmp_path: Path) -> None:
+    package = tmp_path / "thinwire"
+    shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    file = package / mutation.file
+    text = file.read_text()
+    assert text.count(mutation.old) == 1, "the mutation does not fit the source any more"
+    sound = run(tmp_path, mutation.test)
+    assert sound.returncode == 0, sound.stdout
+    file.write_text(text.replace(mutation.old, mutation.new))
+    broken = run(tmp_path, mutation.test)
+    assert broken.returncode == 1, f"no test noticed:\n{broken.stdout}"
