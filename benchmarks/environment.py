@@ -13,11 +13,11 @@ import thinwire
 
 def environment() -> dict[str, object]:
     """Versions, hardware and commit; no paths and no host names."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "thinwire": thinwire.__version__,
-        "commit": commit or "unknown",
+        "commit": git.stdout.strip() if git.returncode == 0 else "unknown",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
