@@ -110,7 +110,7 @@ def measure(model: str, num_threads: int, num_rounds: int) -> list[dict[str, Any
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| model | threads | method | wall, median (min to max) | faster, wall | faster, CPU time | peak extra | of the peer's |",
+        "| model | threads | method | wall, median (min to max) | faster: wall | CPU time | peak extra | of the peer's |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
