@@ -2,7 +2,6 @@
 
 import logging
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +21,7 @@ from thinwire.exchange.gradient_sync import is_synchronised_by_ddp
 from thinwire.exchange.plan import Bucket, ExchangePlan, TensorSpec, make_plan
 from thinwire.exchange.traffic import Count, Traffic
 from thinwire.exchange.transport import SoloTransport, Transport
+from thinwire.gradients import fingerprint, first_problem
 from thinwire.local_step import Encoding, GroupStep, LocalStep, stack_records
 from thinwire.options import MOMENTUM_DTYPES, check_group, check_parameter, coding_of, lr_of, settings_lines
 from thinwire.slabs import LocalTensor
@@ -240,6 +240,7 @@ class DeMo(Optimizer):
         return Header(self._plan.digest, self.num_steps + 1, replica, bucket.index, bucket.body_bytes)
 
     def _group_step(self, group: dict[str, Any]) -> GroupStep:
+        check_group(group)  # again, since schedulers and users write to groups; all replicas are known to have the same
         lr = float(lr_of(group))  # type: ignore[arg-type]
         scale = lr if group["lr_in_momentum"] else 1.0
         if (grad_scale := self._from_scaler("grad_scale")) is not None:
@@ -262,12 +263,13 @@ class DeMo(Optimizer):
 
     def _roll_call(self) -> bool:
         """Whether all replicas can take this step. False: all skip it. Raises on every replica if they must not go on."""
-        problem, tensor = self._local_problem()
+        parameters = [local.parameter for local in self._local.tensors]
+        problem, tensor = first_problem(parameters, self._from_scaler("found_inf"))
         if self.num_replicas == 1:
             answers = [Answer(b"", problem, tensor)]
         else:
             compares = problem is Problem.NONE and not self._has_checked_sync
-            mine = Answer(b"", problem, tensor, self._gradient_fingerprint() if compares else 0)
+            mine = Answer(b"", problem, tensor, fingerprint(parameters) if compares else 0)
             answers = hold_roll_call(self._description(), mine, lambda m, what: self._gather(m, what, self.traffic))
         for replica, answer in enumerate(answers):
             if answer.problem is not Problem.NONE:
@@ -286,29 +288,6 @@ class DeMo(Optimizer):
             )
         _log.warning("step skipped on all replicas: replica %d has NaN or Inf in the gradient of %s", replica, name)
         return False
-
-    def _local_problem(self) -> tuple[Problem, int]:
-        """What keeps this replica from stepping, and the first tensor concerned."""
-        gradients = [(index, local.parameter.grad) for index, local in enumerate(self._local.tensors)]
-        present = [(index, gradient) for index, gradient in gradients if gradient is not None]
-        for index, gradient in present:
-            if gradient.layout != torch.strided:
-                return Problem.SPARSE, index
-        bad = _first_nonfinite(present)
-        found_inf = self._from_scaler("found_inf")
-        if found_inf is not None and (bad >= 0 or found_inf > 0):
-            return Problem.OVERFLOW, max(bad, 0)
-        if bad >= 0:
-            return Problem.NONFINITE, bad
-        return Problem.NONE, -1
-
-    def _gradient_fingerprint(self) -> int:
-        """A number that is equal on two replicas only if their gradients are (0 if there are none to compare)."""
-        for local in self._local.tensors:
-            gradient = local.parameter.grad
-            if gradient is not None and bool((head := gradient.flatten()[:4096].double()).any()):
-                return zlib.crc32(head.cpu().numpy().tobytes()) + 1
-        return 0
 
     def _check_gradient_sync(self, fingerprints: list[int]) -> None:
         """At the first step with gradients: say so if they were averaged before they came here."""
@@ -453,17 +432,3 @@ def _default_transport(process_group: dist.ProcessGroup | None, timeout_seconds:
     if group is None or dist.get_world_size(group) == 1:
         return SoloTransport()
     return CollectiveTransport(group, timeout_seconds)
-
-
-def _first_nonfinite(gradients: list[tuple[int, Tensor]]) -> int:
-    """The first tensor with NaN or Inf in its gradient, or -1.
-
-    A sum shows any NaN or Inf at the price of one pass; only where a sum is not finite is each element looked at, since
-    large finite elements may overflow it too.
-    """
-    sums: dict[torch.device, list[Tensor]] = {}
-    for _, gradient in gradients:
-        sums.setdefault(gradient.device, []).append(gradient.sum(dtype=torch.promote_types(gradient.dtype, torch.float32)))
-    if all(bool(torch.stack([s.double() for s in group]).isfinite().all()) for group in sums.values()):
-        return -1
-    return next((index for index, gradient in gradients if not bool(gradient.isfinite().all())), -1)

@@ -12,7 +12,7 @@ import thinwire
 SOURCE = Path(thinwire.__file__).parent
 ROOT = SOURCE.parent.parent
 # Each may import from itself and from what stands before it.
-LAYERS = ["core", "wire", "exchange", "slabs", "local_step", "options", "checkpoint", "optimizer", "__init__"]
+LAYERS = ["core", "wire", "exchange", "slabs", "gradients", "local_step", "options", "checkpoint", "optimizer", "__init__"]
 FILES = sorted(SOURCE.rglob("*.py"))
 
 

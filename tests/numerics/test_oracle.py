@@ -88,8 +88,8 @@ def test_every_rule_with_every_codec(update: str, values: str) -> None:
     seed=st.integers(0, 2**32),
 )
 def test_any_shape(shape: tuple[int, ...], num_replicas: int, seed: int, **options: Any) -> None:
-    if options["values"].startswith("sign") and options["update"] in ("sign", "lion"):
-        options["update"] = "sgd"  # equal sizes cancel to exactly 0, whose sign rounding decides
+    if options["values"] != "float32" and options["update"] in ("sign", "lion"):
+        options["update"] = "sgd"  # coarse values may cancel to exactly 0, whose sign rounding decides
     follow(shape, num_replicas, 3, seed, **options)
 
 

@@ -127,6 +127,16 @@ def test_an_option_changed_on_the_way_takes_effect() -> None:
         optimizer.step()
 
 
+def test_a_setting_spoilt_on_the_way_is_refused_before_anything_changes() -> None:
+    parameter, optimizer = one()
+    before = parameter.detach().clone()
+    optimizer.param_groups[0]["lr"] = math.nan
+    with pytest.raises(ValueError, match="lr must be a finite number"):
+        optimizer.step()
+    assert torch.equal(parameter, before)
+    assert not optimizer.state[parameter]["momentum"].any()
+
+
 def test_maximize_goes_the_other_way() -> None:
     parameter, optimizer = one(update="sgd", values="float32")
     other = nn.Parameter(parameter.detach().clone())
