@@ -17,7 +17,7 @@ from thinwire.core.scratch import Scratch
 from thinwire.core.selection import group_maxima, num_groups_of, select_topk, subtract_sent_
 from thinwire.core.update_rules import Hyper, UpdateRule
 from thinwire.exchange.plan import Bucket, ExchangePlan, Stack
-from thinwire.slabs import LocalTensor, Piece, Slab, cut_slabs
+from thinwire.slabs import LocalTensor, Piece, Slab, cut_slabs, limits_for
 from thinwire.wire.codec import ChunkCodec
 
 
@@ -46,7 +46,8 @@ class LocalStep:
 
     def __init__(self, plan: ExchangePlan, tensors: Sequence[LocalTensor]) -> None:
         self.tensors = tensors
-        self._slabs = {stack: cut_slabs(stack, tensors) for bucket in plan.buckets for stack in bucket.stacks}
+        limits = limits_for(tensors)
+        self._slabs = {stack: cut_slabs(stack, tensors, limits) for bucket in plan.buckets for stack in bucket.stacks}
 
     def encode_(self, bucket: Bucket, groups: Sequence[GroupStep]) -> Encoding:
         """Accumulate the gradients into the momenta, and move the strongest coefficients from there into a payload.

@@ -26,10 +26,6 @@ class Limits:
     slab_elements: int
 
 
-# A CPU wants tiles that fit its cache; a GPU wants enough work per launch to fill it.
-_LIMITS = {"cpu": Limits(3 << 16, 3 << 18, 1 << 21), "cuda": Limits(1 << 25, 1 << 25, 1 << 25)}
-
-
 @dataclass(frozen=True)
 class LocalTensor:
     """A parameter, and what this replica keeps for it: residual momentum (C, E) and the state of its update rule."""
@@ -101,10 +97,14 @@ class Tile:
 
 @dataclass(frozen=True)
 class Slab:
-    """Consecutive records of a stack, all on one device and in one compute dtype."""
+    """Consecutive records of a stack, all on one device and in one compute dtype.
+
+    ``batches`` are the pieces in runs of several tiles, to select from at once: enough to make up for the price of a call.
+    """
 
     first_chunk: int
     tiles: tuple[Tile, ...]
+    batches: tuple[tuple[Piece, ...], ...]
     device: torch.device
     dtype: torch.dtype
 
@@ -123,56 +123,76 @@ class Slab:
         """All pieces, in order."""
         return tuple(piece for tile in self.tiles for piece in tile.pieces)
 
-    @cached_property
-    def batches(self) -> list[tuple[Piece, ...]]:
-        """The pieces in runs of several tiles, to select from at once: enough to make up for the price of each call."""
-        num_tiles = max(1, _limits(self.device).batch_elements // _limits(self.device).tile_elements)
-        runs = [self.tiles[first : first + num_tiles] for first in range(0, len(self.tiles), num_tiles)]
-        return [tuple(piece for tile in run for piece in tile.pieces) for run in runs]
+
+def limits_for(tensors: Sequence[LocalTensor]) -> dict[torch.device, Limits]:
+    """The limits on each device.
+
+    A GPU wants enough work per launch to fill it. A CPU wants tiles that fit its cache, and small ones for a small model:
+    the memory for a few of them should be little beside its largest tensor.
+    """
+    largest: dict[torch.device, int] = {}
+    for tensor in tensors:
+        device = tensor.parameter.device
+        largest[device] = max(largest.get(device, 0), tensor.parameter.numel())
+    return {device: _limits(device, numel) for device, numel in largest.items()}
 
 
-def cut_slabs(stack: Stack, tensors: Sequence[LocalTensor]) -> list[Slab]:
+def _limits(device: torch.device, largest_numel: int) -> Limits:
+    if device.type == "cuda":
+        return Limits(1 << 25, 1 << 25, 1 << 25)
+    tile_elements = min(max(largest_numel // 3, 1 << 16), 1 << 19)
+    return Limits(tile_elements, 4 * tile_elements, 8 * tile_elements)
+
+
+def cut_slabs(stack: Stack, tensors: Sequence[LocalTensor], limits: dict[torch.device, Limits]) -> list[Slab]:
     """Cut a stack into slabs; one ends when it is full, or where the device or the compute dtype changes."""
     slabs: list[Slab] = []
     parts: list[tuple[int, ChunkLayout, int, int]] = []
     first = filled = 0
     place: tuple[torch.device, torch.dtype] | None = None
-    for tensor, layout, start, stop in _tile_sized_parts(stack, tensors):
+    for tensor, layout, start, stop in _tile_sized_parts(stack, tensors, limits):
         here = (tensors[tensor].parameter.device, tensors[tensor].compute_dtype)
         num_chunks = (stop - start) * layout.chunks_per_band
-        limit = _limits(here[0]).slab_elements // layout.num_elements
+        limit = limits[here[0]].slab_elements // layout.num_elements
         if place is not None and parts and (here != place or filled + num_chunks > limit):
-            slabs.append(Slab(first, _tiles(parts, place[0]), *place))
+            slabs.append(_slab(first, parts, place, limits[place[0]]))
             first, filled, parts = first + filled, 0, []
         parts.append((tensor, layout, start, stop))
         filled, place = filled + num_chunks, here
     if place is not None:
-        slabs.append(Slab(first, _tiles(parts, place[0]), *place))
+        slabs.append(_slab(first, parts, place, limits[place[0]]))
     return slabs
 
 
-def _limits(device: torch.device) -> Limits:
-    return _LIMITS.get(device.type, _LIMITS["cpu"])
-
-
-def _tile_sized_parts(stack: Stack, tensors: Sequence[LocalTensor]) -> Iterator[tuple[int, ChunkLayout, int, int]]:
+def _tile_sized_parts(
+    stack: Stack, tensors: Sequence[LocalTensor], limits: dict[torch.device, Limits]
+) -> Iterator[tuple[int, ChunkLayout, int, int]]:
     """Every tensor of the stack as (tensor, layout, start, stop) in bands, no part larger than a tile if it can be cut."""
     for entry in stack.entries:
         layout = entry.layout
         cut_elements = layout.bands_per_cut * layout.chunks_per_band * layout.num_elements
-        limit = _limits(tensors[entry.tensor].parameter.device).tile_elements
+        limit = limits[tensors[entry.tensor].parameter.device].tile_elements
         step = max(1, limit // cut_elements) * layout.bands_per_cut
         for start in range(0, layout.num_bands, step):
             yield entry.tensor, layout, start, min(start + step, layout.num_bands)
 
 
-def _tiles(parts: list[tuple[int, ChunkLayout, int, int]], device: torch.device) -> tuple[Tile, ...]:
+def _slab(
+    first: int, parts: list[tuple[int, ChunkLayout, int, int]], place: tuple[torch.device, torch.dtype], limits: Limits
+) -> Slab:
+    tiles = _tiles(parts, limits.tile_elements)
+    per_batch = max(1, limits.batch_elements // limits.tile_elements)
+    runs = [tiles[start : start + per_batch] for start in range(0, len(tiles), per_batch)]
+    return Slab(first, tiles, tuple(tuple(piece for tile in run for piece in tile.pieces) for run in runs), *place)
+
+
+def _tiles(parts: list[tuple[int, ChunkLayout, int, int]], tile_elements: int) -> tuple[Tile, ...]:
     tiles: list[Tile] = []
     pieces: list[Piece] = []
     slab_first = tile_first = 0
     for tensor, layout, start, stop in parts:
         num_chunks = (stop - start) * layout.chunks_per_band
-        if pieces and (tile_first + num_chunks) * layout.num_elements > _limits(device).tile_elements:
+        if pieces and (tile_first + num_chunks) * layout.num_elements > tile_elements:
             tiles.append(Tile(tuple(pieces)))
             pieces, tile_first = [], 0
         pieces.append(Piece(tensor, layout, start, stop, tile_first, slab_first))

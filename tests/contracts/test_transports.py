@@ -2,6 +2,7 @@
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,15 +17,15 @@ from thinwire.exchange.loopback import LoopbackHub, LoopbackTransport, run_repli
 from thinwire.exchange.transport import SoloTransport, Transport
 
 
-def exercise(transport: Transport) -> list[Any]:
+def exercise(transport: Transport, device: torch.device | None = None) -> list[Any]:
     """Two exchanges under way at once, then a broadcast of several dtypes."""
-    replica, device = transport.replica, torch.device("cpu")
+    replica = transport.replica
     first = transport.start_all_gather(torch.full((5,), replica, dtype=torch.uint8, device=device), "first")
     second = transport.start_all_gather(torch.full((9,), 100 + replica, dtype=torch.uint8, device=device), "second")
     gathered = [first.wait().tolist(), second.wait().tolist()]
     copies = []
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16):
-        tensor = torch.full((2, 3), 7.0 + replica, dtype=dtype).T
+        tensor = torch.full((2, 3), 7.0 + replica, dtype=dtype, device=device).T
         transport.broadcast_(tensor, "copy")
         copies.append(tensor.tolist())
     return [transport.replica, transport.num_replicas, gathered, copies]
@@ -54,6 +55,18 @@ def _collective(rank: int) -> list[Any]:
 
 def test_collective() -> None:
     check(run_ranks(_collective, 3))
+
+
+@pytest.mark.gpu
+def test_collective_over_nccl(tmp_path: Path) -> None:
+    """One rank: a second GPU is not to be had, but device placement, waiting and copying are those of many."""
+    torch.distributed.init_process_group("nccl", init_method=(tmp_path / "rendezvous").as_uri(), rank=0, world_size=1)
+    try:
+        transport = CollectiveTransport(torch.distributed.group.WORLD, 30.0)
+        check([exercise(transport)])
+        check([exercise(transport, torch.device("cuda"))])
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_replica_that_does_not_come_is_named_at_the_deadline() -> None:

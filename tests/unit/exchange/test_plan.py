@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from thinwire.exchange.plan import Coding, ExchangePlan, TensorSpec, make_plan
 from thinwire.exchange.traffic import Count, Traffic
-from thinwire.slabs import LocalTensor, cut_slabs
+from thinwire.slabs import LocalTensor, cut_slabs, limits_for
 from thinwire.wire.payload import HEADER_BYTES
 
 CODING = Coding(chunk=64, topk=32, values="sign", layout="adaptive", dense_below=4096)
@@ -62,7 +62,11 @@ def test_slabs_cover_a_stack_in_order(shapes: list[tuple[int, ...]]) -> None:
         for index, shape in enumerate(shapes)
     ]
     for stack in plan.buckets[0].stacks:
-        records = [record for slab in cut_slabs(stack, tensors) for record in range(stack.num_chunks)[slab.records]]
+        records = [
+            record
+            for slab in cut_slabs(stack, tensors, limits_for(tensors))
+            for record in range(stack.num_chunks)[slab.records]
+        ]
         assert records == list(range(stack.num_chunks))
 
 
