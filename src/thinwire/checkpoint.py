@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from thinwire.core.errors import CheckpointError
 from thinwire.core.update_rules import UPDATE_RULES
+from thinwire.exchange.plan import first_difference
 from thinwire.options import STRUCTURAL_OPTIONS
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def identity(optimizer: "DeMo") -> dict[str, Any]:
         "format": FORMAT,
         "replica": optimizer.replica,
         "num_replicas": optimizer.num_replicas,
-        "plan_digest": optimizer.plan.digest.hex(),
+        "plan": list(optimizer.plan.description),
         "num_skipped_steps": optimizer.num_skipped_steps,
     }
 
@@ -38,18 +38,15 @@ def load(optimizer: "DeMo", state_dict: dict[str, Any], residual: str) -> None:
     saved = _check_identity(optimizer, state_dict, residual)
     _check_groups(optimizer, state_dict)
     wanted = _check_state(optimizer, state_dict["state"], residual)
-    groups = []
-    for group, mine in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
-        groups.append({**group, **{name: mine[name] for name in STRUCTURAL_OPTIONS}})
-    kept = dict(optimizer.state)
-    # torch would cast the momentum to the parameter's dtype: it gets the settings alone, the state is copied below.
-    Optimizer.load_state_dict(optimizer, {"state": {}, "param_groups": groups})
-    optimizer.state.update(kept)
-    for tensor, theirs in wanted:
-        if theirs is None:
+    kept_back = {*STRUCTURAL_OPTIONS, "params", "param_names"}
+    for mine, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        mine.update({name: value for name, value in theirs.items() if name not in kept_back})
+    for tensor, value in wanted:
+        if value is None:
             tensor.zero_()
         else:
-            tensor.copy_(theirs)
+            tensor.copy_(value)
+    _keep_for_later(optimizer, state_dict["state"], residual)
     optimizer.num_skipped_steps = int(saved["num_skipped_steps"])
 
 
@@ -62,10 +59,16 @@ def _check_identity(optimizer: "DeMo", state_dict: dict[str, Any], residual: str
     if residual != "exact":
         return saved
     advice = "load that replica's own file, or pass residual='zero' (start without) or 'keep' (take it as it is)"
-    mine = identity(optimizer)
-    for name, what in (("num_replicas", "number of replicas"), ("replica", "replica"), ("plan_digest", "plan")):
-        if saved[name] != mine[name]:
-            raise CheckpointError(f"the checkpoint's {what} is {saved[name]}, this optimizer's is {mine[name]}; {advice}")
+    for name, what in (("num_replicas", "number of replicas"), ("replica", "replica")):
+        mine = getattr(optimizer, name)
+        if saved[name] != mine:
+            raise CheckpointError(f"the checkpoint's {what} is {saved[name]}, this optimizer's is {mine}; {advice}")
+    difference = first_difference(saved["plan"], optimizer.plan.description)
+    if difference is not None:
+        raise CheckpointError(
+            f"the checkpoint was made with another plan: it has [{difference[0]}], this optimizer has [{difference[1]}]; "
+            "build the optimizer as it was, or pass residual='zero' or 'keep'"
+        )
     return saved
 
 
@@ -98,3 +101,12 @@ def _check_state(
                 )
             wanted.append((mine, theirs))
     return wanted
+
+
+def _keep_for_later(optimizer: "DeMo", saved_state: dict[int, dict[str, Any]], residual: str) -> None:
+    """Parameters that are frozen now may have been trained before, and may be again: their state waits for that."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in enumerate(parameters):
+        if parameter not in optimizer.state and residual != "zero" and index in saved_state:
+            tensors = saved_state[index].items()
+            optimizer.state[parameter] = {name: t.to(parameter.device, copy=True) for name, t in tensors}

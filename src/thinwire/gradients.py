@@ -27,22 +27,27 @@ def first_problem(parameters: Sequence[Tensor], found_inf: float | None) -> tupl
 
 
 def _first_nonfinite(gradients: Sequence[tuple[int, Tensor]]) -> int:
-    """The first tensor with NaN or Inf in its gradient, or -1.
+    """The first tensor whose gradient has NaN or Inf in it, or is so large (1e19) that its norm overflows; or -1.
 
-    A sum shows any NaN or Inf at the price of one pass; only where a sum is not finite is each element looked at, since
-    large finite elements may overflow it too.
+    No coefficient of a chunk exceeds the norm of the gradient, so a finite norm keeps the momentum finite too.
     """
-    sums: dict[torch.device, list[Tensor]] = {}
-    for _, gradient in gradients:
+    norms: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    for index, gradient in gradients:
         wide = torch.promote_types(gradient.dtype, torch.float32)
-        sums.setdefault(gradient.device, []).append(gradient.sum(dtype=wide).double())
-    if all(bool(torch.stack(on_device).isfinite().all()) for on_device in sums.values()):
-        return -1
-    return next((index for index, gradient in gradients if not bool(gradient.isfinite().all())), -1)
+        norm = torch.linalg.vector_norm(gradient, dtype=wide).double()
+        norms.setdefault(gradient.device, []).append((index, norm))
+    bad = []
+    for found in norms.values():
+        is_finite = torch.stack([norm for _, norm in found]).isfinite().tolist()
+        bad += [index for (index, _), fine in zip(found, is_finite, strict=True) if not fine]
+    return min(bad, default=-1)
 
 
 def fingerprint(parameters: Sequence[Tensor]) -> int:
-    """A number that is equal on two replicas only if their gradients are; 0 if there are none to compare."""
+    """A checksum of the first elements of the first gradient that is not all zero; 0 if there is none.
+
+    Replicas that saw different data practically never have the same.
+    """
     for parameter in parameters:
         if parameter.grad is not None:
             head = parameter.grad.flatten()[:_FINGERPRINT_ELEMENTS].double()

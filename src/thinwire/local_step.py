@@ -35,10 +35,10 @@ class GroupStep:
 
 @dataclass
 class Encoding:
-    """A bucket's payload, and per slab the sender's unit where the value codec keeps one, so that it can be undone."""
+    """A bucket's payload, and what is needed to undo it: the slabs that are in it, each with the sender's unit (or 1)."""
 
     payload_B: Tensor
-    units: dict[Slab, Tensor] = field(default_factory=dict)
+    finished: list[tuple[Stack, Slab, Tensor | float]] = field(default_factory=list)
 
 
 class LocalStep:
@@ -49,13 +49,16 @@ class LocalStep:
         limits = limits_for(tensors)
         self._slabs = {stack: cut_slabs(stack, tensors, limits) for bucket in plan.buckets for stack in bucket.stacks}
 
-    def encode_(self, bucket: Bucket, groups: Sequence[GroupStep]) -> Encoding:
-        """Accumulate the gradients into the momenta, and move the strongest coefficients from there into a payload.
+    def empty(self, bucket: Bucket) -> Encoding:
+        """A payload with nothing in it yet."""
+        device = next((self.tensors[index].parameter.device for index in bucket.tensors), torch.device("cpu"))
+        return Encoding(torch.zeros(bucket.payload_bytes, dtype=torch.uint8, device=device))
+
+    def encode_(self, bucket: Bucket, groups: Sequence[GroupStep], encoding: Encoding) -> None:
+        """Accumulate the gradients into the momenta, and move the strongest coefficients from there into the payload.
 
         The header is left to the caller.
         """
-        device = next((self.tensors[index].parameter.device for index in bucket.tensors), torch.device("cpu"))
-        encoding = Encoding(torch.zeros(bucket.payload_bytes, dtype=torch.uint8, device=device))
         gradients, scratch = self._gradients(bucket), Scratch()
         for stack in bucket.stacks:
             records_CB = stack_records(encoding.payload_B, stack)
@@ -63,30 +66,28 @@ class LocalStep:
                 group = groups[stack.group]
                 indices_CK, kept_CK = self._accumulate_and_select(slab, stack, gradients, group, scratch)
                 encoded = stack.codec.encode(indices_CK, kept_CK)
-                records_CB[slab.records] = encoded.records_CB.to(device)
-                if encoded.unit_C1 is not None:
-                    encoding.units[slab] = encoded.unit_C1
+                records_CB[slab.records] = encoded.records_CB.to(records_CB.device)
                 self._subtract(slab, indices_CK, encoded.removed_CK)
-        return encoding
+                encoding.finished.append((stack, slab, 1.0 if encoded.unit_C1 is None else encoded.unit_C1))
 
     def undo_(self, bucket: Bucket, groups: Sequence[GroupStep], encoding: Encoding) -> None:
-        """Take `encode_` back after an exchange that failed, to the rounding of the momentum's dtype.
+        """Take `encode_` back after an exchange that failed, to the rounding of momentum plus gradient.
 
         What was sent is added again, this step's gradient is taken out, and the decay is divided out. A decay of 0 had
         erased the old momentum, which then comes back as 0.
         """
         gradients, scratch = self._gradients(bucket), Scratch()
-        for stack in bucket.stacks:
+        for stack, slab, unit in encoding.finished:
             group = groups[stack.group]
-            records_CB = stack_records(encoding.payload_B, stack)
-            for slab in self._slabs[stack]:
-                indices_CK, sent_CK = stack.codec.decode(records_CB[slab.records].to(slab.device))
-                self._subtract(slab, indices_CK, -sent_CK.to(slab.dtype) * encoding.units.get(slab, 1.0))
-                for piece in slab.pieces:
-                    momentum_CE = self._momentum_of(piece)
-                    before = momentum_CE.to(slab.dtype)
-                    self._accumulate(piece, before, gradients, 1.0, -group.gradient_scale, scratch)
-                    momentum_CE.copy_(before.mul_(1 / group.decay if group.decay else 0.0))
+            records_CB = stack_records(encoding.payload_B, stack)[slab.records]
+            indices_CK, sent_CK = stack.codec.decode(records_CB.to(slab.device))
+            self._subtract(slab, indices_CK, -sent_CK.to(slab.dtype) * unit)
+            for piece in slab.pieces:
+                momentum_CE = self._momentum_of(piece)
+                before = momentum_CE.to(slab.dtype)
+                self._accumulate(piece, before, gradients, 1.0, -group.gradient_scale, scratch)
+                momentum_CE.copy_(before.mul_(1 / group.decay if group.decay else 0.0))
+        encoding.finished.clear()
 
     def apply_(self, bucket: Bucket, groups: Sequence[GroupStep], payloads_RB: Tensor, combine_rule: str) -> None:
         """Combine everyone's payloads, transform back, and let each group's update rule change its parameters."""

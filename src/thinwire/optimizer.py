@@ -3,6 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from thinwire.exchange.collective import CollectiveTransport
 from thinwire.exchange.gradient_sync import is_synchronised_by_ddp
 from thinwire.exchange.plan import Bucket, ExchangePlan, TensorSpec, make_plan
 from thinwire.exchange.traffic import Count, Traffic
-from thinwire.exchange.transport import SoloTransport, Transport
+from thinwire.exchange.transport import Pending, SoloTransport, Transport
 from thinwire.gradients import fingerprint, first_problem
 from thinwire.local_step import Encoding, GroupStep, LocalStep, stack_records
 from thinwire.options import MOMENTUM_DTYPES, check_group, check_parameter, coding_of, lr_of, settings_lines
@@ -40,7 +41,8 @@ class DeMo(Optimizer):
     one replica the constructor is collective, as DDP's is: every rank must call it, and parameters start as replica 0's.
 
     Arguments:
-        params: parameters, named parameters or parameter groups. Those that do not require a gradient are left alone.
+        params: parameters, named parameters or parameter groups. Those that do not require a gradient are not trained, and
+            only their first values are copied from replica 0.
         lr: learning rate. May differ per group, as may all options down to ``momentum_dtype``.
         momentum_decay: beta in ``m <- beta * m + g``.
         chunk: edge of the chunks a matrix is cut into.
@@ -57,8 +59,8 @@ class DeMo(Optimizer):
         maximize: go up instead of down.
         momentum_dtype: float32, bfloat16 or float64.
         combine: ``mean_over_senders`` or ``mean_over_replicas``.
-        on_nonfinite: what all replicas do when one has NaN or Inf in a gradient: ``raise`` or ``skip`` the step. Under a
-            `torch.amp.GradScaler` an overflow always skips.
+        on_nonfinite: what all replicas do when one has NaN or Inf in a gradient, or a norm that overflows: ``raise`` or
+            ``skip`` the step. Under a `torch.amp.GradScaler` an overflow always skips.
         process_group: the replicas; the default group if `torch.distributed` is initialised, else one replica.
         transport: any other way to reach the replicas, e.g. `thinwire.exchange.loopback`; excludes ``process_group``.
         sync_parameters: start from replica 0's parameters.
@@ -190,44 +192,69 @@ class DeMo(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        try:
+            self._step_together()
+        except BaseException:
+            # A GradScaler removes these itself only where step() returns; left behind they would scale the next step twice.
+            vars(self).pop("grad_scale", None)
+            vars(self).pop("found_inf", None)
+            raise
+        return loss
+
+    def _step_together(self) -> None:
         self._check_group_is_known()
         self.traffic.start_step()
-        if self._signature() != self._planned_signature:
-            self._rebuild()
-        if self._roll_call():
-            groups = [self._group_step(group) for group in self.param_groups]
-            everyone = self._exchange(groups)
-            for bucket, payloads_RB in zip(self._plan.buckets, everyone, strict=True):
-                self._local.apply_(bucket, groups, payloads_RB, self._combine)
-            for group in self.param_groups:
-                group["num_steps"] += 1
-        else:
+        self._refresh()
+        if not self._roll_call():
             self.num_skipped_steps += 1
-        return loss
+            return
+        groups = [self._group_step(group) for group in self.param_groups]
+        everyone = self._exchange(groups)
+        for bucket, payloads_RB in zip(self._plan.buckets, everyone, strict=True):
+            self._local.apply_(bucket, groups, payloads_RB, self._combine)
+        for group in self.param_groups:
+            group["num_steps"] += 1
 
     def _exchange(self, groups: list[GroupStep]) -> list[Tensor]:
         """Encode every bucket, send it, and return everyone's checked payloads (R, B) per bucket.
 
-        If anything fails, the momenta are given back what they had.
+        If anything fails, the momenta are given back what they had, and payloads that are still owed are sent as given up:
+        the others then stop at once too, and the next exchange finds all replicas at the same place.
         """
-        encodings: list[Encoding] = []
+        encodings = [self._local.empty(bucket) for bucket in self._plan.buckets]
+        pending: list[Pending] = []
         try:
-            pending = []
-            for bucket in self._plan.buckets:
-                encoding = self._local.encode_(bucket, groups)
-                encodings.append(encoding)
-                seal_(encoding.payload_B, self._header(bucket, self.replica))
-                self.traffic.add(bucket.payload_bytes, self.num_replicas)
-                what = f"exchange of step {self.num_steps + 1}, bucket {bucket.index}"
-                pending.append(self._transport.start_all_gather(encoding.payload_B, what))
+            for bucket, encoding in zip(self._plan.buckets, encodings, strict=True):
+                self._local.encode_(bucket, groups, encoding)
+                pending.append(self._send(bucket, encoding, self._header(bucket, self.replica)))
             everyone = [exchange.wait() for exchange in pending]
             for bucket, payloads_RB in zip(self._plan.buckets, everyone, strict=True):
                 self._check_received(bucket, payloads_RB)
-        except BaseException:
-            for bucket, encoding in zip(self._plan.buckets, encodings, strict=False):
+        except BaseException as error:
+            for bucket, encoding in zip(self._plan.buckets, encodings, strict=True):
                 self._local.undo_(bucket, groups, encoding)
+            if not isinstance(error, ThinwireError):
+                self._give_up(encodings, len(pending))
             raise
         return everyone
+
+    def _send(self, bucket: Bucket, encoding: Encoding, header: Header) -> Pending:
+        seal_(encoding.payload_B, header)
+        self.traffic.add(bucket.payload_bytes, self.num_replicas)
+        return self._transport.start_all_gather(encoding.payload_B, f"exchange of step {header.step}, bucket {bucket.index}")
+
+    def _give_up(self, encodings: list[Encoding], num_sent: int) -> None:
+        """After an error of this replica's own: send what it still owes, marked as worthless."""
+        owed = zip(self._plan.buckets[num_sent:], encodings[num_sent:], strict=True)
+        try:
+            pending = []
+            for bucket, encoding in owed:
+                header = replace(self._header(bucket, self.replica), gave_up=True)
+                pending.append(self._send(bucket, encoding, header))
+            for exchange in pending:
+                exchange.wait()
+        except ThinwireError as error:
+            _log.warning("could not tell the other replicas that this one gave up: %s", error)
 
     def _check_received(self, bucket: Bucket, payloads_RB: Tensor) -> None:
         for replica, payload_B in enumerate(payloads_RB):
@@ -240,7 +267,6 @@ class DeMo(Optimizer):
         return Header(self._plan.digest, self.num_steps + 1, replica, bucket.index, bucket.body_bytes)
 
     def _group_step(self, group: dict[str, Any]) -> GroupStep:
-        check_group(group)  # again, since schedulers and users write to groups; all replicas are known to have the same
         lr = float(lr_of(group))  # type: ignore[arg-type]
         scale = lr if group["lr_in_momentum"] else 1.0
         if (grad_scale := self._from_scaler("grad_scale")) is not None:
@@ -293,14 +319,14 @@ class DeMo(Optimizer):
         """At the first step with gradients: say so if they were averaged before they came here."""
         if self._has_checked_sync or 0 in fingerprints:
             return
-        self._has_checked_sync = True
-        if len(fingerprints) < 2 or len(set(fingerprints)) > 1:
-            return
-        if is_synchronised_by_ddp(local.parameter for local in self._local.tensors):
+        if len(set(fingerprints)) == 1 and is_synchronised_by_ddp(local.parameter for local in self._local.tensors):
             raise ThinwireError(
                 "DistributedDataParallel averages the gradients before DeMo sees them, so nothing is saved; call "
                 "thinwire.disable_gradient_sync(ddp_model) once before training"
             )
+        self._has_checked_sync = True
+        if len(fingerprints) < 2 or len(set(fingerprints)) > 1:
+            return
         warnings.warn(
             f"all {len(fingerprints)} replicas have the same gradients: either something averages them before DeMo sees "
             "them, or every replica reads the same data",
@@ -312,6 +338,10 @@ class DeMo(Optimizer):
         lines += [f"combine: {self._combine!r}", f"on_nonfinite: {self._on_nonfinite!r}"]
         for index, group in enumerate(self.param_groups):
             lines += settings_lines(index, group)
+            # They are not trained, but must be the same on all replicas.
+            for spec in self._specs(index):
+                if not spec[1].requires_grad:
+                    lines.append(f"frozen: {spec[0].fact}")
         return lines
 
     def _gather(self, message_B: Tensor, what: str, meter: Traffic | Count) -> Tensor:
@@ -328,12 +358,12 @@ class DeMo(Optimizer):
             return
         for group in groups:
             for parameter in group["params"]:
-                if parameter.numel():
+                if parameter.numel() and parameter.layout == torch.strided:
                     setup.add(parameter.numel() * parameter.element_size(), self.num_replicas)
                     self._transport.broadcast_(parameter.data, "first copy of replica 0's parameters")
 
     def _check_group_is_known(self) -> None:
-        if self._waits_for_group and _is_distributed():
+        if self._waits_for_group and _is_distributed() and dist.get_world_size() > 1:
             raise ThinwireError(
                 "torch.distributed was initialised after DeMo was built, so this replica would train alone; "
                 "call init_process_group first, or pass process_group"
@@ -349,34 +379,51 @@ class DeMo(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group["num_steps"] = 0
-        index = len(self.param_groups) - 1
         try:
-            for name, parameter in _named(group, index):
-                check_parameter(parameter, name)
-        except TypeError:
-            self.param_groups.pop()
-            raise
-        if self._is_ready:
-            self._rebuild()
-            self._agree_and_synchronise([group])
-
-    def _trained(self) -> Iterator[tuple[TensorSpec, Tensor]]:
-        """The parameters that take part, in order."""
-        for index, group in enumerate(self.param_groups):
-            for name, parameter in _named(group, index):
+            if len(set(map(id, group["params"]))) < len(group["params"]):
+                raise ValueError("a parameter group holds the same parameter twice")
+            for spec, parameter in self._specs(len(self.param_groups) - 1):
                 if parameter.requires_grad:
-                    yield TensorSpec(name, tuple(parameter.shape), str(parameter.dtype), index), parameter
+                    check_parameter(parameter, spec.name)
+            if self._is_ready:
+                self._rebuild()
+                self._agree_and_synchronise([group])
+        except Exception:
+            self.param_groups.pop()
+            if self._is_ready:
+                self._rebuild()
+            raise
+
+    def _specs(self, index: int) -> Iterator[tuple[TensorSpec, Tensor]]:
+        """The parameters of a group, in order."""
+        group = self.param_groups[index]
+        names = group.get("param_names") or [f"parameter {place} of group {index}" for place in range(len(group["params"]))]
+        for name, parameter in zip(names, group["params"], strict=True):
+            yield TensorSpec(name, tuple(parameter.shape), str(parameter.dtype), index), parameter
 
     def _signature(self) -> list[object]:
-        """What the plan and the state were built from, so that a change (a layer unfrozen, another topk) is noticed."""
-        frozen = [parameter.requires_grad for group in self.param_groups for parameter in group["params"]]
-        return [(coding_of(group), group["update"], group["momentum_dtype"]) for group in self.param_groups] + [frozen]
+        """All that plan and local step were built from, so that a change is noticed: a layer unfrozen, another topk,
+        parameters or state moved to other tensors."""
+        signature: list[object] = []
+        for group in self.param_groups:
+            signature.append((coding_of(group), group["update"], group["momentum_dtype"]))
+            for parameter in group["params"]:
+                kept = [id(tensor) for tensor in self.state[parameter].values()] if parameter in self.state else []
+                tensor = (id(parameter), parameter.requires_grad, parameter.shape, parameter.dtype, parameter.device)
+                signature.append((*tensor, kept))
+        return signature
+
+    def _refresh(self) -> None:
+        """Check the groups, which schedulers and users write to, and rebuild the plan if need be."""
+        for group in self.param_groups:
+            check_group(group)
+        if self._signature() != self._planned_signature:
+            self._rebuild()
 
     def _rebuild(self) -> None:
         """Make the plan, and the state of every parameter that takes part and has none yet."""
-        for group in self.param_groups:
-            check_group(group)
-        trained = list(self._trained())
+        everything = [spec for index in range(len(self.param_groups)) for spec in self._specs(index)]
+        trained = [(spec, parameter) for spec, parameter in everything if parameter.requires_grad]
         codings = [coding_of(group) for group in self.param_groups]
         plan = make_plan([spec for spec, _ in trained], codings, self._num_buckets)
         tensors = []
@@ -385,20 +432,21 @@ class DeMo(Optimizer):
         self._plan, self._local, self._planned_signature = plan, LocalStep(plan, tensors), self._signature()
 
     def _local_tensor(self, plan: ExchangePlan, index: int, spec: TensorSpec, parameter: Tensor) -> LocalTensor:
+        check_parameter(parameter, spec.name)
         group, layout, state = self.param_groups[spec.group], plan.layout_of(index), self.state[parameter]
-        momentum = state.get("momentum")
+        momentum, dtype = state.get("momentum"), MOMENTUM_DTYPES[group["momentum_dtype"]]
         if momentum is None:
-            momentum = empty_momentum(layout, MOMENTUM_DTYPES[group["momentum_dtype"]], parameter.device)
-            state["momentum"] = momentum
+            momentum = empty_momentum(layout, dtype, parameter.device)
         if momentum.shape != (layout.num_chunks, layout.num_elements):
             raise ValueError(
-                f"{spec.name} already has momentum in chunks of another size; chunk, layout and dense_below cannot change "
-                "during training"
+                f"{spec.name} already has momentum in chunks of another size; its shape, chunk, layout and dense_below "
+                "cannot change during training"
             )
-        local = LocalTensor(parameter, momentum)
+        state["momentum"] = momentum.to(dtype=dtype, device=parameter.device)
+        local = LocalTensor(parameter, state["momentum"])
         for name in UPDATE_RULES[group["update"]].state_names:
-            if name not in state:
-                state[name] = torch.zeros(parameter.shape, dtype=local.compute_dtype, device=parameter.device)
+            tensor = state.get(name, torch.zeros(parameter.shape, device="cpu"))
+            state[name] = tensor.to(dtype=local.compute_dtype, device=parameter.device)
             local.rule_state[name] = state[name]
         return local
 
@@ -406,6 +454,7 @@ class DeMo(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict, and under ``thinwire`` whose residual momentum it holds."""
+        self._refresh()
         return {**super().state_dict(), checkpoint.KEY: checkpoint.identity(self)}
 
     @torch.no_grad()
@@ -415,12 +464,17 @@ class DeMo(Optimizer):
         ``residual`` says what becomes of the residual momentum: ``exact`` takes it and refuses a checkpoint of another
         replica, replica count or plan; ``keep`` takes it whosever it is, where the shapes fit; ``zero`` starts without.
         """
-        checkpoint.load(self, state_dict, check_choice("residual", residual, checkpoint.RESIDUAL_POLICIES))
+        check_choice("residual", residual, checkpoint.RESIDUAL_POLICIES)
+        self._refresh()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        checkpoint.load(self, state_dict, residual)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
-
-def _named(group: dict[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:
-    names = group.get("param_names") or [f"parameter {place} of group {index}" for place in range(len(group["params"]))]
-    return zip(names, group["params"], strict=True)
+    def __getstate__(self) -> dict[str, Any]:
+        """Refused: a copy would share this replica's place among the others."""
+        raise TypeError("DeMo cannot be copied or pickled; build another one and load this one's state_dict() into it")
 
 
 def _is_distributed() -> bool:

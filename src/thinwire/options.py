@@ -25,14 +25,19 @@ SETTINGS = ("lr", "momentum_decay", "weight_decay", "update", "lr_in_momentum", 
 _OPTIONS = frozenset({*STRUCTURAL_OPTIONS, *SETTINGS})
 # What torch, its schedulers and its checkpoints keep in a group, besides the options.
 _FOREIGN_KEYS = frozenset({"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "num_steps"})
+# Options of other optimizers, which would be ignored in silence.
+_OTHERS_OPTIONS = frozenset(
+    {"momentum", "dampening", "nesterov", "amsgrad", "foreach", "fused", "capturable", "differentiable", "alpha", "rho"}
+)
 
 
 def check_group(group: Mapping[str, Any]) -> None:
     """Raise a `TypeError` or `ValueError` that names the option, its value and what is allowed."""
     for key in group.keys() - _OPTIONS - _FOREIGN_KEYS:
-        near = difflib.get_close_matches(key, _OPTIONS, n=1, cutoff=0.75)
-        if near:
-            raise ValueError(f"a parameter group has the unknown option {key!r}; did you mean {near[0]!r}?")
+        near = difflib.get_close_matches(key, sorted(_OPTIONS), n=1, cutoff=0.5 if key in _OTHERS_OPTIONS else 0.85)
+        if near or key in _OTHERS_OPTIONS:
+            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(_OPTIONS))}"
+            raise ValueError(f"a parameter group has the unknown option {key!r}{hint}")
     check_float("lr", lr_of(group), 0.0)
     check_float("momentum_decay", group["momentum_decay"], 0.0, 1.0)
     check_float("weight_decay", group["weight_decay"], 0.0)

@@ -36,8 +36,8 @@ class LocalTensor:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """float64 for float64 parameters, else float32."""
-        return torch.float64 if self.parameter.dtype == torch.float64 else torch.float32
+        """float64 for float64 parameters or momentum, else float32."""
+        return torch.float64 if torch.float64 in (self.parameter.dtype, self.momentum_CE.dtype) else torch.float32
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from thinwire.exchange.agreement import Answer, Problem, hold_roll_call
 from thinwire.exchange.collective import CollectiveTransport
 from thinwire.exchange.loopback import LoopbackHub, LoopbackTransport, run_replicas
 from thinwire.exchange.transport import SoloTransport, Transport
+from thinwire.wire.codec import ChunkCodec
 
 
 def exercise(transport: Transport, device: torch.device | None = None) -> list[Any]:
@@ -143,6 +144,39 @@ def test_a_damaged_payload_stops_the_step_before_anything_changes(place: int, wo
         assert "the payload of replica 1 (step 3, bucket 0)" in message
         assert words in message
         assert unchanged
+
+
+def test_a_replica_that_fails_on_its_own_stops_all_at_once_and_training_can_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes: dict[int, list[str]] = {0: [], 1: [], 2: []}
+    encode = ChunkCodec.encode
+
+    def work(transport: LoopbackTransport) -> torch.Tensor:
+        model = build()
+        options = {"chunk": 16, "topk": 8, "num_buckets": 2}
+        optimizer = DeMo(model.parameters(), lr=1e-2, transport=transport, **options)
+        for step in range(4):
+            failing.active = transport.replica == 1 and step == 2
+            try:
+                train_step(model, optimizer, step, transport.replica)
+                outcomes[transport.replica].append("stepped")
+            except (MemoryError, ExchangeError) as error:
+                outcomes[transport.replica].append(f"{type(error).__name__}: {error}")
+        return flat(model)
+
+    failing = threading.local()
+
+    def encode_or_fail(self: ChunkCodec, *args: torch.Tensor) -> Any:
+        if failing.active:
+            raise MemoryError("no room")
+        return encode(self, *args)
+
+    monkeypatch.setattr(ChunkCodec, "encode", encode_or_fail)
+    results = run_replicas(work, 3, timeout_seconds=20)
+    gave_up = "ExchangeError: replica 1 gave up step 3 because of an error of its own"
+    assert outcomes[0] == outcomes[2] == ["stepped", "stepped", gave_up, "stepped"]
+    assert outcomes[1] == ["stepped", "stepped", "MemoryError: no room", "stepped"]
+    for result in results:
+        assert torch.equal(result, results[0])
 
 
 def test_a_roll_call_with_foreign_bytes_is_refused() -> None:

@@ -105,7 +105,7 @@ def test_other_replicas_counts_plans_and_files_are_refused_and_change_nothing() 
     refuse(alone, states[0], "number of replicas is 2, this optimizer's is 1")
     two_replicas(lambda replica, optimizer: refuse(optimizer, states[1 - replica], f"replica is {1 - replica}"))
     _, other, _ = train(0, 1, **{**OPTIONS, "topk": 9})
-    refuse(other, alone.state_dict(), "plan is")
+    refuse(other, alone.state_dict(), r"it has \[group 0 topk: 8\], this optimizer has \[group 0 topk: 9\]")
     _, other, _ = train(0, 1, **{**OPTIONS, "chunk": 8})
     refuse(other, alone.state_dict(), "as momentum of parameter", residual="keep")
     refuse(alone, {"state": {}, "param_groups": []}, "not a checkpoint of thinwire.DeMo")
@@ -130,6 +130,32 @@ def test_the_residual_may_be_kept_or_dropped_by_choice() -> None:
         assert not mine["momentum"].any()
         assert torch.equal(mine["second_moment"], saved["second_moment"])
     assert alone.num_steps == 4
+
+
+def test_a_parameter_frozen_for_a_while_keeps_its_momentum_through_a_checkpoint() -> None:
+    model, optimizer, _ = train(0, 3, **OPTIONS)
+    model.wide.requires_grad_(False)
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    again = build(5)
+    again.wide.requires_grad_(False)
+    other = DeMo(again.parameters(), lr=1.0, **OPTIONS)  # without names: they are not part of the plan
+    again.load_state_dict(saved["model"])
+    other.load_state_dict(saved["optimizer"])
+    for net, opt in ((model, optimizer), (again, other)):
+        train_step(net, opt, 3, 0)
+        net.wide.requires_grad_(True)
+        train_step(net, opt, 4, 0)
+    assert torch.equal(flat(model), flat(again))
+
+
+def test_load_hooks_see_the_checkpoint_and_the_result() -> None:
+    _, optimizer, _ = train(0, 2, **OPTIONS)
+    _, other, _ = train(0, 1, **OPTIONS)
+    seen: list[Any] = []
+    other.register_load_state_dict_pre_hook(lambda _, state: seen.append(len(state["state"])))
+    other.register_load_state_dict_post_hook(lambda opt: seen.append((opt.num_steps, len(opt.state))))
+    other.load_state_dict(optimizer.state_dict())
+    assert seen == [len(optimizer.state), (2, len(optimizer.state))]
 
 
 def test_every_replica_has_the_same_keys_even_before_the_first_step() -> None:

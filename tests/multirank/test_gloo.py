@@ -87,6 +87,10 @@ def _differ(rank: int, kind: str) -> str:
     if kind == "number" and rank == 1:
         parameters.pop()
     options: dict[str, Any] = {"topk": 3 if kind == "topk" and rank == 1 else 4}
+    if kind == "buckets":
+        options["num_buckets"] = 1 + rank
+    if kind == "frozen":
+        parameters.append(("frozen", nn.Parameter(torch.zeros(3 + 2 * rank), requires_grad=False)))
     if kind == "combine" and rank == 1:
         options["combine"] = "mean_over_replicas"
 
@@ -104,9 +108,11 @@ def _differ(rank: int, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("shape", r"\(weight\): shape \(8, 8\).*\(weight\): shape \(8, 9\)"),
+        ("shape", r"shape \(8, 8\), torch.float32, group 0 # weight.*shape \(8, 9\), torch.float32, group 0 # weight"),
         ("dtype", "torch.float32.*torch.bfloat16"),
-        ("order", r"\(weight\).*\(bias\)"),
+        ("order", r"# weight.*# bias"),
+        ("buckets", r"bucket 0: \d+ bytes.*bucket 0: \d+ bytes"),
+        ("frozen", r"frozen: shape \(3,\).*frozen: shape \(5,\)"),
         ("number", "number of tensors: 2.*number of tensors: 1"),
         ("topk", "group 0 topk: 4.*group 0 topk: 3"),
         ("combine", "mean_over_senders.*mean_over_replicas"),

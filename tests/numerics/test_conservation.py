@@ -25,9 +25,10 @@ def test_decayed_momentum_plus_gradient_is_sent_plus_kept(values: str, share_of_
         parameter.grad = torch.randn(48, 40, device=device)
         before = optimizer.state[parameter]["momentum"].clone()
         groups = [optimizer._group_step(group) for group in optimizer.param_groups]
-        encoding = optimizer._local.encode_(bucket, groups)
+        encoding = optimizer._local.empty(bucket)
+        optimizer._local.encode_(bucket, groups, encoding)
         indices, sent = stack.codec.decode(stack_records(encoding.payload_B, stack))
-        unit = torch.cat(list(encoding.units.values())) if encoding.units else 1.0
+        ((_, _, unit),) = encoding.finished
         gradient = forward(bands_of(parameter.grad, layout, 0, layout.num_bands), layout, Scratch())
         expected = 0.999 * before + gradient.reshape_as(before)
         total = optimizer.state[parameter]["momentum"].clone()
@@ -51,7 +52,9 @@ def test_an_undone_step_leaves_the_momentum_as_it_was(values: str, momentum_deca
     (bucket,) = optimizer.plan.buckets
     before = [optimizer.state[parameter]["momentum"].clone() for parameter in parameters]
     groups = [optimizer._group_step(group) for group in optimizer.param_groups]
-    optimizer._local.undo_(bucket, groups, optimizer._local.encode_(bucket, groups))
+    encoding = optimizer._local.empty(bucket)
+    optimizer._local.encode_(bucket, groups, encoding)
+    optimizer._local.undo_(bucket, groups, encoding)
     for parameter, momentum in zip(parameters, before, strict=True):
         now = optimizer.state[parameter]["momentum"]
         assert torch.allclose(now, momentum if momentum_decay else torch.zeros_like(now), atol=1e-5)

@@ -230,11 +230,17 @@ def test_a_non_finite_gradient_changes_nothing(policy: str, bad: float) -> None:
     assert optimizer.num_steps == 1
 
 
-def test_large_finite_gradients_are_not_taken_for_infinite() -> None:
-    parameter, optimizer = one()
-    parameter.grad = torch.full((8, 8), 3e38)
-    optimizer.step()
-    assert torch.isfinite(parameter).all()
+@pytest.mark.parametrize("values", ["sign", "int8", "float32", "sign_scale"])
+def test_large_gradients_never_spoil_the_momentum(values: str) -> None:
+    parameter, optimizer = one((100, 100), chunk=64, topk=32, values=values, update="sgd", lr=1e-9)
+    for size in (1e15, 1e-30, 1.0):
+        parameter.grad = torch.full((100, 100), size)
+        optimizer.step()
+        assert torch.isfinite(parameter).all()
+        assert torch.isfinite(optimizer.state[parameter]["momentum"]).all()
+    parameter.grad = torch.full((100, 100), 1e37)
+    with pytest.raises(NonFiniteGradientError):
+        optimizer.step()
 
 
 def test_sparse_gradients_are_refused() -> None:
@@ -285,6 +291,12 @@ def test_bad_parameters_are_named() -> None:
         DeMo([("weight", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))])
     with pytest.raises(ValueError, match="unknown option 'topkk'; did you mean 'topk'"):
         DeMo([{"params": [nn.Parameter(torch.zeros(2))], "topkk": 3}])
+    with pytest.raises(ValueError, match="unknown option 'momentum'; did you mean 'momentum_d"):
+        DeMo([{"params": [nn.Parameter(torch.zeros(2))], "momentum": 0.9}])
+    DeMo([{"params": [nn.Parameter(torch.zeros(2))], "lr_scale": 0.9}])
+    twice = nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match="same parameter twice"), pytest.warns(UserWarning, match="duplicate"):
+        DeMo([twice, twice])
     with pytest.raises(TypeError, match="must be a dict"):
         one()[1].add_param_group([nn.Parameter(torch.zeros(2))])  # type: ignore[arg-type]
     _, optimizer = one()
@@ -305,6 +317,64 @@ def test_several_buckets_and_any_number_of_them_give_the_same_result() -> None:
     results = [flat(train(0, 5, num_buckets=n)[0]) for n in (1, 2, 3, 100)]
     for result in results[1:]:
         assert torch.equal(result, results[0])
+
+
+def test_parameters_and_state_may_be_replaced_between_steps() -> None:
+    """As those do who prune, offload, or change dtype on the way."""
+    parameter, optimizer = one()
+    optimizer.step()
+    other = nn.Parameter(parameter.detach().clone())
+    optimizer.state[other] = {name: tensor.clone() for name, tensor in optimizer.state.pop(parameter).items()}
+    optimizer.param_groups[0]["params"][0] = other
+    other.grad = torch.randn(8, 8)
+    before, momentum = other.detach().clone(), optimizer.state[other]["momentum"].clone()
+    optimizer.step()
+    assert not torch.equal(other, before)
+    assert not torch.equal(optimizer.state[other]["momentum"], momentum)
+    other.data, other.grad = other.data.double(), None
+    other.grad = torch.randn(8, 8, dtype=torch.float64)
+    optimizer.step()
+    assert "torch.float64" in optimizer.plan.description[1]
+    optimizer.state.clear()
+    optimizer.step()
+    assert optimizer.state_dict()["state"][0]["momentum"].any()
+    other.data, other.grad = torch.zeros(9, 9), None
+    with pytest.raises(ValueError, match="its shape, chunk"):
+        optimizer.step()
+
+
+def test_a_wider_momentum_is_used_as_such() -> None:
+    parameter, optimizer = one(momentum_dtype="float64", momentum_decay=1.0, topk=1)
+    optimizer.step()
+    before = optimizer.state[parameter]["momentum"].clone()
+    parameter.grad = torch.zeros(8, 8)
+    optimizer.step()
+    assert (optimizer.state[parameter]["momentum"] == before).double().mean() > 0.9
+    optimizer.param_groups[0]["momentum_dtype"] = "bfloat16"
+    optimizer.step()
+    assert optimizer.state[parameter]["momentum"].dtype == torch.bfloat16
+
+
+def test_copies_are_refused_and_frozen_integers_are_not() -> None:
+    _, optimizer = one()
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copy.deepcopy(optimizer)
+    frozen = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    DeMo([frozen, nn.Parameter(torch.zeros(4))])
+
+
+def test_a_failed_step_leaves_no_scale_behind() -> None:
+    parameter, optimizer = one(update="sgd", values="float32")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.tensor(1.0))
+    good = parameter.grad.clone()
+    optimizer.param_groups[0]["lr"] = math.nan
+    with pytest.raises(ValueError, match="lr"):
+        scaler.step(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.1
+    assert not hasattr(optimizer, "grad_scale")
+    assert not hasattr(optimizer, "found_inf")
+    assert torch.equal(parameter.grad, good)
 
 
 def test_alone_nothing_crosses_a_wire() -> None:

@@ -78,7 +78,7 @@ def _select_by_groups(parts: Sequence[Tensor], maxima_CG: Tensor, num_kept: int)
     groups_CK = _largest(maxima_CG, num_kept)
     if groups_CK is None:
         return None
-    first_of_rows = torch.arange(0, num_elements, num_groups)[:, None]
+    first_of_rows = torch.arange(0, num_elements, num_groups, device=maxima_CG.device)[:, None]
     indices_CJ = (groups_CK[:, None, :] + first_of_rows).view(len(groups_CK), -1)  # ascending, as the result has to be
     where = indices_CJ.split([len(part) for part in parts])
     values_CJ = torch.cat([part.gather(1, indices) for part, indices in zip(parts, where, strict=True)])

@@ -17,8 +17,8 @@ from thinwire.core.scratch import Scratch
 @functools.lru_cache(maxsize=256)
 def dct_basis(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The orthonormal DCT-II matrix: row f holds the cosine of frequency f. Rounded once, from float64."""
-    position = torch.arange(size, dtype=torch.float64) + 0.5
-    frequency = torch.arange(size, dtype=torch.float64)[:, None]
+    position = torch.arange(size, dtype=torch.float64, device="cpu") + 0.5
+    frequency = torch.arange(size, dtype=torch.float64, device="cpu")[:, None]
     basis = torch.cos(frequency * position * (math.pi / size)) * math.sqrt(2.0 / size)
     basis[0] = math.sqrt(1.0 / size)
     return basis.to(dtype=dtype, device=device)

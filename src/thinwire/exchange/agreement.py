@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.errors import AgreementError
-from thinwire.exchange.plan import digest_of
+from thinwire.exchange.plan import digest_of, first_difference
 
 _MAGIC = b"TWRC"
 # magic, problem, digest, tensor, gradient fingerprint, padding
@@ -56,7 +56,7 @@ def hold_roll_call(description: Sequence[str], answer: Answer, all_gather: AllGa
     rows = all_gather(mine.pack(), "roll call")
     answers = [_unpack(row, replica) for replica, row in enumerate(rows)]
     if any(answer.digest != answers[0].digest for answer in answers):
-        raise AgreementError(_first_difference(_exchange_texts("\n".join(description), all_gather)))
+        raise AgreementError(_what_differs(_exchange_texts("\n".join(description), all_gather)))
     return answers
 
 
@@ -80,15 +80,12 @@ def _exchange_texts(text: str, all_gather: AllGather) -> list[list[str]]:
     return [text.decode(errors="replace").split("\n") for text in texts]
 
 
-def _first_difference(descriptions: list[list[str]]) -> str:
-    first = descriptions[0]
+def _what_differs(descriptions: list[list[str]]) -> str:
     for replica, other in enumerate(descriptions):
-        for index in range(max(len(first), len(other))):
-            here = first[index] if index < len(first) else "nothing"
-            there = other[index] if index < len(other) else "nothing"
-            if here != there:
-                return (
-                    f"the replicas do not agree: replica 0 has [{here}], replica {replica} has [{there}]; "
-                    "all replicas need the same model, parameter order, dtypes, options and step"
-                )
+        difference = first_difference(descriptions[0], other)
+        if difference is not None:
+            return (
+                f"the replicas do not agree: replica 0 has [{difference[0]}], replica {replica} has [{difference[1]}]; "
+                "all replicas need the same model, parameter order, dtypes, options and step"
+            )
     return "the replicas do not agree, but their descriptions are equal; was a message damaged?"

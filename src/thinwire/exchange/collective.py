@@ -29,6 +29,8 @@ class CollectiveTransport:
         self._group = group
         self._timeout_seconds = timeout_seconds
         self.replica = dist.get_rank(group)
+        if self.replica < 0:
+            raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
         self.num_replicas = dist.get_world_size(group)
         # Ranks build their transports in the same order, so the count is the same on all of them.
         self._roster = _Roster(_store_of(group), f"thinwire/{next(_instances)}", self.replica, self.num_replicas)
@@ -43,10 +45,11 @@ class CollectiveTransport:
         return _Gather(self, work, what, gathered, message_B.device)
 
     def broadcast_(self, tensor: Tensor, what: str) -> None:
-        """Overwrite ``tensor`` with replica 0's."""
+        """Overwrite ``tensor`` with replica 0's, as bytes, since no backend knows every dtype."""
         buffer = tensor.detach().to(self._device or tensor.device).contiguous()
+        flat = buffer.view(-1).view(torch.uint8)
         source = dist.get_global_rank(self._group, 0)
-        work = self._start(lambda: dist.broadcast(buffer, source, self._group, async_op=True), what)
+        work = self._start(lambda: dist.broadcast(flat, source, self._group, async_op=True), what)
         self.wait_for(work, what)
         if buffer.data_ptr() != tensor.data_ptr():
             tensor.copy_(buffer)
@@ -71,7 +74,7 @@ class CollectiveTransport:
         except RuntimeError as error:
             raise self._failure(what, 0.0, error) from error
         if work is None:
-            raise ExchangeError(f"{what}: this rank is not a member of the process group")
+            raise ExchangeError(f"{what}: the process group did not start it")
         return work
 
     def _failure(self, what: str, waited_seconds: float, error: RuntimeError) -> ExchangeError:
@@ -120,7 +123,7 @@ class _Roster:
         except RuntimeError:
             return "lost the connection to the other replicas, and to the host of the store,"
         if not missing:
-            return "all replicas came, but the exchange failed"
+            return "all replicas wait, though perhaps in different exchanges; it failed"
         return f"waited for replicas {missing}, which did not come or died,"
 
     def _is_here(self, replica: int, store: Store) -> bool:

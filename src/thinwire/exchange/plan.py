@@ -6,6 +6,7 @@ replicas on different hardware share it.
 """
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ from thinwire.wire.values import VALUE_CODECS
 
 # Dense tensors need a codec in which 0 is 0: with signs alone a bias that got no gradient would still vote.
 DENSE_VALUES = "int8"
+NOTE = " # "
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,11 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str
     group: int
+
+    @property
+    def fact(self) -> str:
+        """All of it in words."""
+        return f"shape {self.shape}, {self.dtype}, group {self.group}{NOTE}{self.name}"
 
 
 @dataclass(frozen=True)
@@ -117,12 +124,16 @@ class ExchangePlan:
 
     @cached_property
     def description(self) -> tuple[str, ...]:
-        """The plan in words, a line per fact, so that two replicas can find the first that differs."""
-        lines = [f"number of buckets: {len(self.buckets)}", f"number of tensors: {len(self.tensors)}"]
+        """The plan in words, a line per fact, so that two replicas can find the first that differs.
+
+        What follows a `NOTE` in a line helps the reader and is not compared.
+        """
+        lines = [f"number of tensors: {len(self.tensors)}"]
         for index, spec in enumerate(self.tensors):
-            lines.append(f"tensor {index} ({spec.name}): shape {spec.shape}, {spec.dtype}, group {spec.group}")
+            lines.append(f"tensor {index}: {spec.fact}")
         for index, coding in enumerate(self.codings):
             lines.extend(f"group {index} {name}: {value!r}" for name, value in vars(coding).items())
+        lines.extend(f"bucket {bucket.index}: {bucket.payload_bytes} bytes" for bucket in self.buckets)
         return tuple(lines)
 
     @cached_property
@@ -132,8 +143,21 @@ class ExchangePlan:
 
 
 def digest_of(lines: Sequence[str]) -> bytes:
-    """A short hash of a description."""
-    return hashlib.sha256("\n".join(lines).encode()).digest()[:DIGEST_BYTES]
+    """A short hash of a description, notes left out."""
+    return hashlib.sha256("\n".join(map(without_note, lines)).encode()).digest()[:DIGEST_BYTES]
+
+
+def without_note(line: str) -> str:
+    """The part of a line that is compared."""
+    return line.split(NOTE, 1)[0]
+
+
+def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, str] | None:
+    """The first pair of lines that differ, "nothing" where one description is shorter; None if there is none."""
+    for here, there in itertools.zip_longest(mine, theirs, fillvalue="nothing"):
+        if without_note(here) != without_note(there):
+            return here, there
+    return None
 
 
 def make_plan(tensors: Sequence[TensorSpec], codings: Sequence[Coding], num_buckets: int = 1) -> ExchangePlan:

@@ -17,7 +17,7 @@ _GATHER_BITS = 0x0102040810204080
 @functools.lru_cache(maxsize=16)
 def _bits_of_bytes(device: torch.device) -> Tensor:
     """The eight bits of every byte, as eight bytes in one int64."""
-    bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
+    bits = (torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu")) & 1
     return bits.to(torch.uint8).view(torch.int64).view(256).to(device)
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.core.errors import PayloadError
+from thinwire.core.errors import ExchangeError, PayloadError
 
 MAGIC = b"TWIR"
 VERSION = 1
+_FLAG_GAVE_UP = 1
 DIGEST_BYTES = 16
 # magic, version, flags, plan digest, step, replica, bucket, body bytes, reserved, checksum
 _HEADER = struct.Struct("<4sHH16sQIIQQQ")
@@ -32,11 +33,13 @@ class Header:
     replica: int
     bucket: int
     body_bytes: int
+    gave_up: bool = False
+    """The sender failed at this step: the body means nothing and nobody must apply it."""
 
     def pack(self) -> bytes:
         """The 64 bytes, with a checksum of 0."""
         fields = (self.plan_digest, self.step, self.replica, self.bucket, self.body_bytes)
-        return _HEADER.pack(MAGIC, VERSION, 0, *fields, 0, 0)
+        return _HEADER.pack(MAGIC, VERSION, _FLAG_GAVE_UP if self.gave_up else 0, *fields, 0, 0)
 
 
 def payload_bytes(body_bytes: int) -> int:
@@ -84,7 +87,10 @@ def _shift_right(values: Tensor, amount: int) -> Tensor:
 
 
 def check_payload(payload_B: Tensor, expected: Header) -> None:
-    """Raise `PayloadError`, naming the field, unless the payload is the one this replica owes for this bucket."""
+    """Raise `PayloadError`, naming the field, unless the payload is the one this replica owes for this bucket.
+
+    A sound payload of a replica that gave up is an `ExchangeError`.
+    """
     who = f"the payload of replica {expected.replica} (step {expected.step}, bucket {expected.bucket})"
     if payload_B.numel() != payload_bytes(expected.body_bytes):
         raise PayloadError(f"{who} has {payload_B.numel()} bytes, expected {payload_bytes(expected.body_bytes)}")
@@ -93,7 +99,7 @@ def check_payload(payload_B: Tensor, expected: Header) -> None:
     fields = {
         "magic": (magic, MAGIC),
         "version": (version, VERSION),
-        "flags": (flags, 0),
+        "flags": (flags & ~_FLAG_GAVE_UP, 0),
         "plan digest": (digest.hex(), expected.plan_digest.hex()),
         "step": (step, expected.step),
         "replica": (replica, expected.replica),
@@ -105,3 +111,5 @@ def check_payload(payload_B: Tensor, expected: Header) -> None:
     for name, (found, wanted) in fields.items():
         if found != wanted:
             raise PayloadError(f"{who} has {name} {found!r}, expected {wanted!r}")
+    if flags & _FLAG_GAVE_UP:
+        raise ExchangeError(f"replica {expected.replica} gave up step {expected.step} because of an error of its own")

@@ -60,7 +60,7 @@ def decode_bfloat16(codes_CK: Tensor, scale_C1: Tensor) -> Tensor:
 def encode_integers(values_CK: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     """Multiples of ``scale = max |v| / (2**(num_bits-1) - 1)``, in two's complement."""
     largest_code = 2 ** (num_bits - 1) - 1
-    scale = _round_scale(values_CK.abs().amax(dim=1, keepdim=True) / largest_code)
+    scale = _round_scale(values_CK.abs().amax(dim=1, keepdim=True) / largest_code, largest_code)
     steps = (values_CK / scale.where(scale > 0, 1)).round_().clamp_(-largest_code, largest_code)
     steps = steps.where(scale > 0, 0)
     return steps.to(torch.int64) & (2**num_bits - 1), scale
@@ -80,7 +80,7 @@ def encode_sign(values_CK: Tensor) -> tuple[Tensor, Tensor]:
 
 def encode_sign_scale(values_CK: Tensor) -> tuple[Tensor, Tensor]:
     """The sign, and the mean magnitude of the chunk's live slots as the scale."""
-    return (values_CK < 0).to(torch.int64), _round_scale(mean_magnitude(values_CK))
+    return (values_CK < 0).to(torch.int64), _round_scale(mean_magnitude(values_CK), 1)
 
 
 def decode_sign(codes_CK: Tensor, scale_C1: Tensor) -> Tensor:
@@ -109,8 +109,10 @@ def _bfloat16_code(values: Tensor) -> Tensor:
     return finite.view(torch.int16).to(torch.int64) & 0xFFFF
 
 
-def _round_scale(scale_C1: Tensor) -> Tensor:
-    return scale_C1.clamp(max=_LARGEST_BFLOAT16).to(torch.bfloat16).to(torch.float32)
+def _round_scale(scale_C1: Tensor, largest_code: int) -> Tensor:
+    """Round, and keep the largest code times the scale finite."""
+    largest = _LARGEST_BFLOAT16 if largest_code == 1 else _LARGEST_BFLOAT16 / (largest_code + 1)
+    return scale_C1.clamp(max=largest).to(torch.bfloat16).to(torch.float32)
 
 
 def _no_scale(values_CK: Tensor) -> Tensor:
