@@ -1,6 +1,7 @@
 """The rules of the source tree, as tests."""
 
 import ast
+import hashlib
 import inspect
 import re
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import thinwire
+from thinwire.exchange.plan import Coding, TensorSpec, make_plan
+from thinwire.wire.__main__ import table
 
 SOURCE = Path(thinwire.__file__).parent
 ROOT = SOURCE.parent.parent
@@ -79,9 +82,14 @@ def test_every_option_is_in_the_docstring_and_in_the_readme() -> None:
 
 
 def test_the_table_in_the_docs_is_the_one_the_program_prints() -> None:
-    from thinwire.wire.__main__ import table
-
     assert table(4096) in (ROOT / "docs" / "wire-format.md").read_text()
+
+
+def test_the_digest_in_the_docs_is_the_one_that_is_compared() -> None:
+    tensors = [TensorSpec("a", (64, 10), "torch.float32", 0), TensorSpec("b", (10,), "torch.float32", 0)]
+    plan = make_plan(tensors, [Coding(64, 32, "sign", "adaptive", 4096)])
+    (stated,) = re.findall(r"```\n(number of tensors.*?)\n```", (ROOT / "docs" / "wire-format.md").read_text(), re.DOTALL)
+    assert hashlib.sha256(stated.encode()).digest()[:16] == plan.digest
 
 
 def test_the_changelog_has_this_version() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from thinwire.core.layout import bands_of, chunks_view, crop_to_rows, cut_edge, matrix_shape, plan_layout, rows_of
 
-SHAPES = st.lists(st.integers(1, 40), min_size=0, max_size=4).map(tuple)
+SHAPES = st.lists(st.integers(1, 40), min_size=0, max_size=4).map(tuple).filter(lambda shape: math.prod(shape) <= 3000)
 
 
 @given(shape=SHAPES, chunk=st.integers(1, 17), dense=st.booleans(), layout=st.sampled_from(["adaptive", "published"]))
