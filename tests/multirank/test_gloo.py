@@ -88,7 +88,7 @@ def _differ(rank: int, kind: str) -> str:
         parameters.pop()
     options: dict[str, Any] = {"topk": 3 if kind == "topk" and rank == 1 else 4}
     if kind == "buckets":
-        options["num_buckets"] = 1 + rank
+        options["num_buckets"] = 1 + 30 * rank
     if kind == "frozen":
         parameters.append(("frozen", nn.Parameter(torch.zeros(3 + 2 * rank), requires_grad=False)))
     if kind == "combine" and rank == 1:
