@@ -1,12 +1,15 @@
 """Is what backward left in ``.grad`` fit for a step, and is it this replica's own?"""
 
+import warnings
 import zlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from thinwire.core.errors import ThinwireError
 from thinwire.exchange.agreement import Problem
+from thinwire.exchange.gradient_sync import is_synchronised_by_ddp
 
 _FINGERPRINT_ELEMENTS = 4096
 
@@ -54,3 +57,22 @@ def fingerprint(parameters: Sequence[Tensor]) -> int:
             if bool(head.any()):
                 return zlib.crc32(head.cpu().numpy().tobytes()) + 1
     return 0
+
+
+def check_own_gradients(fingerprints: Sequence[int], parameters: Sequence[Tensor]) -> bool:
+    """Say so if the gradients of all replicas are the same; False if there were none to compare yet."""
+    if 0 in fingerprints:
+        return False
+    if len(fingerprints) < 2 or len(set(fingerprints)) > 1:
+        return True
+    if is_synchronised_by_ddp(parameters):
+        raise ThinwireError(
+            "DistributedDataParallel averages the gradients before DeMo sees them, so nothing is saved; call "
+            "thinwire.disable_gradient_sync(ddp_model) once before training"
+        )
+    warnings.warn(
+        f"all {len(fingerprints)} replicas have the same gradients: either something averages them before DeMo sees them, "
+        "or every replica reads the same data",
+        stacklevel=5,
+    )
+    return True

@@ -1,7 +1,6 @@
 """DeMo as a `torch.optim.Optimizer`: `DeMo.step` reads as the algorithm does."""
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,12 +16,11 @@ from thinwire.core.errors import NonFiniteGradientError, ThinwireError, check_bo
 from thinwire.core.layout import empty_momentum
 from thinwire.core.update_rules import UPDATE_RULES, Hyper
 from thinwire.exchange.agreement import Answer, Problem, hold_roll_call
-from thinwire.exchange.collective import CollectiveTransport
-from thinwire.exchange.gradient_sync import is_synchronised_by_ddp
+from thinwire.exchange.collective import default_transport, is_distributed
 from thinwire.exchange.plan import Bucket, ExchangePlan, TensorSpec, make_plan
 from thinwire.exchange.traffic import Count, Traffic
-from thinwire.exchange.transport import Pending, SoloTransport, Transport
-from thinwire.gradients import fingerprint, first_problem
+from thinwire.exchange.transport import Pending, Transport
+from thinwire.gradients import check_own_gradients, fingerprint, first_problem
 from thinwire.local_step import Encoding, GroupStep, LocalStep, stack_records
 from thinwire.options import MOMENTUM_DTYPES, check_group, check_parameter, coding_of, lr_of, settings_lines
 from thinwire.slabs import LocalTensor
@@ -126,10 +124,10 @@ class DeMo(Optimizer):
         super().__init__(params, group_options)
         self.traffic = Traffic()
         self.num_skipped_steps = 0
-        self._transport = transport or _default_transport(process_group, timeout_seconds)
         if transport is not None and process_group is not None:
             raise ValueError("pass process_group or transport, not both")
-        self._waits_for_group = transport is None and process_group is None and not _is_distributed()
+        self._transport = transport or default_transport(process_group, timeout_seconds)
+        self._waits_for_group = transport is None and process_group is None and not is_distributed()
         self._has_checked_sync = False
         self._is_ready = True
         self._rebuild()
@@ -218,8 +216,8 @@ class DeMo(Optimizer):
     def _exchange(self, groups: list[GroupStep]) -> list[Tensor]:
         """Encode every bucket, send it, and return everyone's checked payloads (R, B) per bucket.
 
-        If anything fails, the momenta are given back what they had, and payloads that are still owed are sent as given up:
-        the others then stop at once too, and the next exchange finds all replicas at the same place.
+        If anything fails, the momenta are given back what was taken from them, and payloads that are still owed are sent as
+        given up: the others then stop at once too, and the next exchange finds all replicas at the same place.
         """
         encodings = [self._local.empty(bucket) for bucket in self._plan.buckets]
         pending: list[Pending] = []
@@ -300,7 +298,8 @@ class DeMo(Optimizer):
         for replica, answer in enumerate(answers):
             if answer.problem is not Problem.NONE:
                 return self._handle_problem(replica, answer)
-        self._check_gradient_sync([answer.gradient_fingerprint for answer in answers])
+        if not self._has_checked_sync:
+            self._has_checked_sync = check_own_gradients([answer.gradient_fingerprint for answer in answers], parameters)
         return True
 
     def _handle_problem(self, replica: int, answer: Answer) -> bool:
@@ -315,33 +314,13 @@ class DeMo(Optimizer):
         _log.warning("step skipped on all replicas: replica %d has NaN or Inf in the gradient of %s", replica, name)
         return False
 
-    def _check_gradient_sync(self, fingerprints: list[int]) -> None:
-        """At the first step with gradients: say so if they were averaged before they came here."""
-        if self._has_checked_sync or 0 in fingerprints:
-            return
-        if len(set(fingerprints)) == 1 and is_synchronised_by_ddp(local.parameter for local in self._local.tensors):
-            raise ThinwireError(
-                "DistributedDataParallel averages the gradients before DeMo sees them, so nothing is saved; call "
-                "thinwire.disable_gradient_sync(ddp_model) once before training"
-            )
-        self._has_checked_sync = True
-        if len(fingerprints) < 2 or len(set(fingerprints)) > 1:
-            return
-        warnings.warn(
-            f"all {len(fingerprints)} replicas have the same gradients: either something averages them before DeMo sees "
-            "them, or every replica reads the same data",
-            stacklevel=4,
-        )
-
     def _description(self) -> list[str]:
         lines = [*self._plan.description, f"step: {self.num_steps}"]
         lines += [f"combine: {self._combine!r}", f"on_nonfinite: {self._on_nonfinite!r}"]
         for index, group in enumerate(self.param_groups):
             lines += settings_lines(index, group)
             # They are not trained, but must be the same on all replicas.
-            for spec in self._specs(index):
-                if not spec[1].requires_grad:
-                    lines.append(f"frozen: {spec[0].fact}")
+            lines += [f"frozen: {spec.fact}" for spec, parameter in self._specs(index) if not parameter.requires_grad]
         return lines
 
     def _gather(self, message_B: Tensor, what: str, meter: Traffic | Count) -> Tensor:
@@ -363,7 +342,7 @@ class DeMo(Optimizer):
                     self._transport.broadcast_(parameter.data, "first copy of replica 0's parameters")
 
     def _check_group_is_known(self) -> None:
-        if self._waits_for_group and _is_distributed() and dist.get_world_size() > 1:
+        if self._waits_for_group and is_distributed() and dist.get_world_size() > 1:
             raise ThinwireError(
                 "torch.distributed was initialised after DeMo was built, so this replica would train alone; "
                 "call init_process_group first, or pass process_group"
@@ -389,7 +368,8 @@ class DeMo(Optimizer):
                 self._rebuild()
                 self._agree_and_synchronise([group])
         except Exception:
-            self.param_groups.pop()
+            for parameter in self.param_groups.pop()["params"]:
+                self.state.pop(parameter, None)
             if self._is_ready:
                 self._rebuild()
             raise
@@ -475,14 +455,3 @@ class DeMo(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Refused: a copy would share this replica's place among the others."""
         raise TypeError("DeMo cannot be copied or pickled; build another one and load this one's state_dict() into it")
-
-
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _default_transport(process_group: dist.ProcessGroup | None, timeout_seconds: float) -> Transport:
-    group = process_group if process_group is not None else (dist.group.WORLD if _is_distributed() else None)
-    if group is None or dist.get_world_size(group) == 1:
-        return SoloTransport()
-    return CollectiveTransport(group, timeout_seconds)

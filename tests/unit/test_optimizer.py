@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from tests.training import SmallNet, build, flat, train, train_step
 from thinwire import DeMo, NonFiniteGradientError, disable_gradient_sync
 from thinwire.exchange.traffic import Count
+from thinwire.exchange.transport import SoloTransport
 
 
 def one(shape: tuple[int, ...] = (8, 8), **options: Any) -> tuple[nn.Parameter, DeMo]:
@@ -302,8 +303,13 @@ def test_bad_parameters_are_named() -> None:
     _, optimizer = one()
     with pytest.raises(TypeError, match="complex64"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.complex64))]})
+    with pytest.raises(ValueError, match="same parameter twice"), pytest.warns(UserWarning, match="duplicate"):
+        optimizer.add_param_group({"params": [twice, twice]})
     assert len(optimizer.param_groups) == 1
     optimizer.step()
+    optimizer.state_dict()
+    with pytest.raises(ValueError, match="pass process_group or transport, not both"):
+        DeMo([twice], process_group=object(), transport=SoloTransport())  # type: ignore[arg-type]
 
 
 def test_automatic_values_depend_on_the_rule() -> None:

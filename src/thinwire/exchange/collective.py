@@ -16,10 +16,24 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from thinwire.core.errors import ExchangeError
-from thinwire.exchange.transport import Pending
+from thinwire.exchange.transport import Pending, SoloTransport, Transport
 
 _ANNOUNCE_AFTER_SECONDS = 1.0
 _instances = itertools.count()
+
+
+def is_distributed() -> bool:
+    """Whether `torch.distributed` is there and initialised."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def default_transport(group: dist.ProcessGroup | None, timeout_seconds: float) -> Transport:
+    """The transport over this group, or over the default one if there is one; a single replica needs none."""
+    if group is None and is_distributed():
+        group = dist.group.WORLD
+    if group is None or dist.get_world_size(group) == 1:
+        return SoloTransport()
+    return CollectiveTransport(group, timeout_seconds)
 
 
 class CollectiveTransport:
