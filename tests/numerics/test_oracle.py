@@ -33,8 +33,12 @@ def train(
     return run_replicas(work, len(gradients[0]))
 
 
-def follow(shape: tuple[int, ...], num_replicas: int, num_steps: int, seed: int, **options: Any) -> None:
-    """Train in float64 and compare with the oracle."""
+def follow(shape: tuple[int, ...], num_replicas: int, num_steps: int, seed: int, **options: Any) -> bool:
+    """Train in float64 and compare with the oracle.
+
+    False if rounding alone decided a selection, as in a padded chunk with a single element, whose coefficients come in pairs
+    of one size: then only the replicas are compared, with each other.
+    """
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(shape, generator=generator, dtype=torch.float64)
     gradients = [
@@ -61,18 +65,21 @@ def follow(shape: tuple[int, ...], num_replicas: int, num_steps: int, seed: int,
     for step in gradients:
         oracle.step([gradient.view(view) for gradient in step], options["lr"], options["momentum_decay"], 0.1)
     results = train(shape, gradients, start, **options)
+    assert all(torch.equal(parameter, results[0][0]) for parameter, _ in results), "replicas differ"
+    if oracle.closest_call < 1e-9:
+        return False
     for replica, (parameter, momentum) in enumerate(results):
         assert torch.allclose(parameter, oracle.parameter.view(shape), atol=1e-7), "parameters"
         expected = torch.stack(oracle.momenta[replica]).view_as(momentum)
         assert torch.allclose(momentum, expected, atol=1e-7), "residual momentum"
-        assert torch.equal(parameter, results[0][0]), "replicas differ"
+    return True
 
 
 @pytest.mark.parametrize("values", sorted(VALUE_CODECS))
 @pytest.mark.parametrize("update", sorted(UPDATE_RULES))
 def test_every_rule_with_every_codec(update: str, values: str) -> None:
     options = {"chunk": 6, "topk": 5, "dense_below": 0, "combine": "mean_over_senders", "lr_in_momentum": False}
-    follow((13, 10), 3, 4, seed=1, update=update, values=values, **options)
+    assert follow((13, 10), 3, 4, seed=1, update=update, values=values, **options)
 
 
 @given(
@@ -109,7 +116,7 @@ def test_a_tensor_larger_than_a_tile_is_handled_in_parts(monkeypatch: pytest.Mon
     options = {"combine": "mean_over_senders", "lr_in_momentum": False, "dense_below": 0, "chunk": 4, "topk": 3}
     for update in ("adamw", "muon"):
         for shape in ((23, 10), (3, 7, 9), (50,), (12, 16)):
-            follow(shape, 2, 3, 3, update=update, values="sign_scale", **options)
+            assert follow(shape, 2, 3, 3, update=update, values="sign_scale", **options)
 
 
 @pytest.mark.parametrize("momentum_dtype", ["float32", "bfloat16"])

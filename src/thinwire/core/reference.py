@@ -56,6 +56,13 @@ def strongest(chunk: list[float], num_kept: int) -> list[int]:
     return sorted(index for index in order[:num_kept] if chunk[index] != 0)
 
 
+def closeness(chunk: list[float], num_kept: int) -> float:
+    """The relative gap between the last coefficient kept and the first left out: near 0 rounding decides which is which."""
+    sizes = sorted(map(abs, chunk), reverse=True)
+    is_free = num_kept >= len(sizes) or sizes[num_kept] == 0
+    return 1.0 if is_free else 1 - sizes[num_kept] / sizes[num_kept - 1]
+
+
 def quantise(values: list[float], codec: str) -> tuple[list[float], float]:
     """What the peers see of these values, and how much momentum one unit of that stands for."""
     largest, mean = max(map(abs, values), default=0.0), sum(map(abs, values)) / max(1, len(values))
@@ -134,6 +141,7 @@ class Oracle:
         self.momenta = [to_chunks(zeros, edges, False) for _ in range(num_replicas)]
         self.state: dict[str, Tensor] = {}
         self.step_count = 0
+        self.closest_call = 1.0
 
     def step(self, gradients: list[Tensor], lr: float, decay: float, weight_decay: float = 0.0) -> None:
         """One step from each replica's gradient."""
@@ -144,6 +152,8 @@ class Oracle:
         for momentum, gradient in zip(self.momenta, gradients, strict=True):
             for m, g in zip(momentum, to_chunks(gradient.double(), self.edges, transform), strict=True):
                 m.mul_(decay).add_(g * (lr if in_momentum else 1.0))
+        chunks = [chunk.view(-1).tolist() for momentum in self.momenta for chunk in momentum]
+        self.closest_call = min([self.closest_call, *(closeness(chunk, self.num_kept) for chunk in chunks)])
         combined = exchange(
             self.momenta,
             self.num_kept,
