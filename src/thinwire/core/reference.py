@@ -1,7 +1,7 @@
 """The oracle: DeMo for R replicas and one tensor, whole, slow and plain. Every fast path is tested against it.
 
-It shares no code with them: dictionaries instead of scatter, a loop instead of a matrix of chunks, Python floats for the
-codecs. ``momenta[r]`` maps (chunk, index) to a coefficient; a chunk is named by where it begins.
+It shares no code with them: dictionaries instead of scatter, a loop over chunks instead of a batch, Python floats for the
+codecs. ``momenta[r]`` is the list of replica r's chunks, each a small matrix of coefficients.
 """
 
 import math
@@ -9,8 +9,6 @@ import struct
 
 import torch
 from torch import Tensor
-
-Coefficients = dict[tuple[int, int], float]
 
 
 def dct_matrix(n: int) -> Tensor:
