@@ -51,7 +51,7 @@ class DeMo(Optimizer):
             the rules sign, lion and muon, and sign_scale for sgd and adamw.
         lr_in_momentum: accumulate ``lr * g`` instead of ``g``, as the published code does.
         layout: ``adaptive``, or ``published`` for the published code's cut (largest divisors, topk whatever the size).
-        dense_below: tensors with fewer elements are sent whole, at 8 bits, without a transform.
+        dense_below: tensors with fewer elements take the dense path: no transform, every element sent.
         betas: lion's two decays; the adamw rule uses the second.
         eps: added to the adamw rule's denominator.
         maximize: go up instead of down.
@@ -290,10 +290,10 @@ class DeMo(Optimizer):
         parameters = [local.parameter for local in self._local.tensors]
         problem, tensor = first_problem(parameters, self._from_scaler("found_inf"))
         if self.num_replicas == 1:
-            answers = [Answer(b"", problem, tensor)]
+            answers = [Answer(problem, tensor)]
         else:
             compares = problem is Problem.NONE and not self._has_checked_sync
-            mine = Answer(b"", problem, tensor, fingerprint(parameters) if compares else 0)
+            mine = Answer(problem, tensor, fingerprint(parameters) if compares else 0)
             answers = hold_roll_call(self._description(), mine, lambda m, what: self._gather(m, what, self.traffic))
         for replica, answer in enumerate(answers):
             if answer.problem is not Problem.NONE:
@@ -308,8 +308,8 @@ class DeMo(Optimizer):
             raise TypeError(f"replica {replica} has a sparse gradient for {name}; DeMo needs dense gradients")
         if answer.problem is Problem.NONFINITE and self._on_nonfinite == "raise":
             raise NonFiniteGradientError(
-                f"replica {replica} has NaN or Inf in the gradient of {name} at step {self.num_steps + 1}; nothing was "
-                "changed on any replica. Pass on_nonfinite='skip' to leave such steps out"
+                f"replica {replica} has NaN or Inf in the gradient of {name} at step {self.num_steps + 1} (a norm that "
+                "overflows counts as Inf); nothing was changed on any replica. on_nonfinite='skip' leaves such steps out"
             )
         _log.warning("step skipped on all replicas: replica %d has NaN or Inf in the gradient of %s", replica, name)
         return False
@@ -332,7 +332,7 @@ class DeMo(Optimizer):
         if self.num_replicas == 1:
             return
         setup = self.traffic.setup
-        hold_roll_call(self._description(), Answer(b""), lambda message, what: self._gather(message, what, setup))
+        hold_roll_call(self._description(), Answer(), lambda message, what: self._gather(message, what, setup))
         if not self._sync_parameters:
             return
         for group in groups:

@@ -184,12 +184,12 @@ def test_a_roll_call_with_foreign_bytes_is_refused() -> None:
         return torch.stack([message, torch.full_like(message, 7)])
 
     with pytest.raises(AgreementError, match="replica 1 answered the roll call with other bytes"):
-        hold_roll_call(["a"], Answer(b""), garbage)
+        hold_roll_call(["a"], Answer(), garbage)
 
 
 def test_answers_come_back_in_replica_order() -> None:
     def work(transport: LoopbackTransport) -> list[Answer]:
-        mine = Answer(b"", Problem.NONFINITE if transport.replica == 1 else Problem.NONE, transport.replica, 5)
+        mine = Answer(Problem.NONFINITE if transport.replica == 1 else Problem.NONE, transport.replica, 5)
         return hold_roll_call(["same"], mine, lambda message, what: transport.start_all_gather(message, what).wait())
 
     for answers in run_replicas(work, 3):

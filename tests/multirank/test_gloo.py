@@ -43,8 +43,8 @@ def test_ranks_end_bit_identical_and_equal_to_loopback(num_ranks: int, options: 
         assert torch.equal(parameters, results[0][0]), "ranks differ"
         assert torch.equal(parameters, others), "gloo and loopback differ"
         assert losses == other_losses
-    for _, losses, (sent, received, total_sent, payload, num_exchanges, num_buckets) in results:
-        assert losses != results[0][1] or losses is results[0][1], "ranks saw the same data"
+    assert len({tuple(losses) for _, losses, _ in results}) == num_ranks, "ranks saw the same data"
+    for _, _, (sent, received, total_sent, payload, num_exchanges, num_buckets) in results:
         roll_call = 64
         assert sent == payload + roll_call
         assert received == (num_ranks - 1) * sent

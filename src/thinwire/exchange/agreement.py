@@ -36,13 +36,13 @@ class Problem(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Answer:
-    """One replica's answer: the digest of its description, its problem and the first tensor concerned, and a fingerprint
-    of its gradients (0: not taken)."""
+    """One replica's answer: its problem and the first tensor concerned, a fingerprint of its gradients (0: not taken), and
+    the digest of its description, which `hold_roll_call` fills in."""
 
-    digest: bytes
     problem: Problem = Problem.NONE
     tensor: int = -1
     gradient_fingerprint: int = 0
+    digest: bytes = b""
 
     def pack(self) -> Tensor:
         """As 64 bytes."""
@@ -66,7 +66,7 @@ def _unpack(row_B: Tensor, replica: int) -> Answer:
         raise AgreementError(
             f"replica {replica} answered the roll call with other bytes; do all ranks run the same program and version?"
         )
-    return Answer(digest, Problem(problem), tensor, fingerprint)
+    return Answer(Problem(problem), tensor, fingerprint, digest)
 
 
 def _exchange_texts(text: str, all_gather: AllGather) -> list[list[str]]:
