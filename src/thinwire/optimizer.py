@@ -225,7 +225,8 @@ class DeMo(Optimizer):
             for bucket, encoding in zip(self._plan.buckets, encodings, strict=True):
                 self._local.encode_(bucket, groups, encoding)
                 pending.append(self._send(bucket, encoding, self._header(bucket, self.replica)))
-            everyone = [exchange.wait() for exchange in pending]
+            with self.traffic.waiting():
+                everyone = [exchange.wait() for exchange in pending]
             for bucket, payloads_RB in zip(self._plan.buckets, everyone, strict=True):
                 self._check_received(bucket, payloads_RB)
         except BaseException as error:
@@ -325,7 +326,8 @@ class DeMo(Optimizer):
 
     def _gather(self, message_B: Tensor, what: str, meter: Traffic | Count) -> Tensor:
         meter.add(message_B.numel(), self.num_replicas)
-        return self._transport.start_all_gather(message_B, what).wait()
+        with meter.waiting():
+            return self._transport.start_all_gather(message_B, what).wait()
 
     def _agree_and_synchronise(self, groups: list[dict[str, Any]]) -> None:
         """Compare descriptions with all replicas, then take over replica 0's parameters."""

@@ -1,16 +1,21 @@
-"""How many bytes an optimizer sends and receives: the traffic meter."""
+"""How many bytes an optimizer sends and receives, and how long it waits for them: the traffic meter."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
 @dataclass
 class Count:
     """Bytes and exchanges. ``sent_bytes`` is what this replica hands to the exchange, counted once however many receive
-    it; ``received_bytes`` is what comes from the others. A replica's own copy never counts."""
+    it; ``received_bytes`` is what comes from the others. A replica's own copy never counts. ``wait_seconds`` is how long the
+    program stood still for the others' bytes."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
     num_exchanges: int = 0
+    wait_seconds: float = field(default=0.0, compare=False)
 
     def add(self, message_bytes: int, num_replicas: int) -> None:
         """Count one all-gather of ``message_bytes`` from each of ``num_replicas``. Alone, nothing crosses a wire."""
@@ -18,6 +23,15 @@ class Count:
             self.sent_bytes += message_bytes
             self.received_bytes += message_bytes * (num_replicas - 1)
             self.num_exchanges += 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time spent inside."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.wait_seconds += time.perf_counter() - began
 
 
 @dataclass
@@ -37,3 +51,9 @@ class Traffic:
         """Count one exchange of the running step."""
         self.last_step.add(message_bytes, num_replicas)
         self.total.add(message_bytes, num_replicas)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time spent inside as waiting for the running step's exchanges."""
+        with self.total.waiting(), self.last_step.waiting():
+            yield

@@ -1,0 +1,93 @@
+"""The ``thinwire`` command: the only place that reads the environment and turns errors into one line and an exit code."""
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+from thinwire import __version__
+
+_USAGE = """usage: thinwire COMMAND [options]
+
+commands:
+  train [RECIPE]   train a model with one or more replicas   (thinwire train --help)
+  plan             predict step times over a given link      (thinwire plan --help)
+
+options:
+  --version        print the version
+  --help           print this
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and leave with its exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    _quieten()
+    try:
+        code = _dispatch(arguments)
+    except KeyboardInterrupt:
+        code = 130
+        print("thinwire: ended by Ctrl-C", file=sys.stderr)
+    except ModuleNotFoundError as error:
+        code = 1
+        print(f"thinwire: the commands need more packages ({error}): pip install 'thinwire[train]'", file=sys.stderr)
+    except Exception as error:  # the one place where every error ends
+        code = _report(error, "--debug" in arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    logging.shutdown()
+    # A gloo process may abort while the interpreter takes its threads down (pytorch issue 190489); all is written by now.
+    os._exit(code)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    command = arguments[0] if arguments else "--help"
+    if command in ("--help", "-h", "help"):
+        print(_USAGE, end="")
+        return 0 if arguments else 2
+    if command == "--version":
+        print(f"thinwire {__version__}")
+        return 0
+    commands = _commands()
+    if command not in commands:
+        print(f"thinwire: there is no command {command!r}; there are {', '.join(commands)}", file=sys.stderr)
+        return 2
+    try:
+        return commands[command](arguments[1:])
+    except SystemExit as error:  # the parser's way to end after --help or a wrong option
+        return error.code if isinstance(error.code, int) else 1
+
+
+def _commands() -> dict[str, Callable[[list[str]], int]]:
+    from thinwire.commands import plan, train
+
+    return {"train": train.command, "plan": plan.command}
+
+
+def _report(error: Exception, debug: bool) -> int:
+    from thinwire.parallel.launch import LAUNCHED, Interrupted, ReplicaFailed, record_error
+
+    if isinstance(error, Interrupted):
+        return 128 + error.signal_number
+    text = str(error).strip() or type(error).__name__
+    line = " ".join(text.splitlines()[0].split())
+    if not isinstance(error, ReplicaFailed) and "RANK" in os.environ:
+        line = line if line.startswith("replica ") else f"replica {os.environ['RANK']}: {line}"
+    if debug:
+        traceback.print_exception(error)
+    if LAUNCHED in os.environ and "TORCHELASTIC_ERROR_FILE" in os.environ:
+        record_error(line, os.environ["TORCHELASTIC_ERROR_FILE"])
+    else:
+        print(f"thinwire: {line}", file=sys.stderr)
+    return 1
+
+
+def _quieten() -> None:
+    """Libraries' remarks would tear the progress display; errors are told by `_report`."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    # bfloat16 matrix products stop with SIGILL on some CPUs unless oneDNN is kept from their newest instructions.
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")

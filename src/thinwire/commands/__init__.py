@@ -1,0 +1,1 @@
+"""One module per command of ``thinwire``: options in, an exit code out."""

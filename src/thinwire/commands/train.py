@@ -1,0 +1,156 @@
+"""``thinwire train``: from recipe, file and flags to a run, as one process or as several."""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from rich.console import Console
+
+from thinwire.core.errors import CheckpointError
+from thinwire.parallel.group import leave
+from thinwire.parallel.launch import LAUNCHED, Interrupted, launch
+from thinwire.parallel.place import Place, find_place
+from thinwire.training import recipes
+from thinwire.training.config import TrainConfig, check
+from thinwire.training.config_file import RECIPE_KEY, as_toml, override, read_file
+from thinwire.training.errors import TrainingError
+from thinwire.training.resuming import check_unchanged
+
+
+@dataclass(frozen=True)
+class TrainCommand:
+    """Train a model with one or more replicas.
+
+    RECIPE comes first and is one of quickstart, gpt-small, paper-300m, paper-1b, vit, cnn. The defaults below are those of
+    the chosen recipe, changed by --config. Every option may also stand in the file, with _ for -.
+    """
+
+    recipe: tyro.conf.Positional[str] = "quickstart"
+    """Name of a recipe; must come before the options."""
+    config: Path | None = None
+    """A .toml or .yaml file with settings; its key `recipe` may name another recipe."""
+    resume: Path | None = None
+    """Go on from the last checkpoint of this run folder, with its settings."""
+    residual: Literal["exact", "zero"] = "exact"
+    """With --resume: `zero` drops DeMo's momenta, so that the number of replicas may change."""
+    print_config: bool = False
+    """Print the complete configuration as TOML, and do nothing."""
+    dry_run: bool = False
+    """Say what the run would need: parameters, memory, bytes, predicted time; and do nothing."""
+    debug: bool = False
+    """Show where an error came from."""
+    settings: Annotated[TrainConfig, tyro.conf.arg(name="")] = TrainConfig()
+
+
+def command(arguments: list[str]) -> int:
+    """Run it."""
+    asked = parse(arguments)
+    config, place = asked.settings, find_place(os.environ)
+    if asked.print_config:
+        print(as_toml(config), end="")
+        return 0
+    num_replicas = config.launch.replicas if place.launcher == "none" else place.num_replicas
+    check(config, num_replicas)
+    if asked.dry_run:
+        from thinwire.training.dry_run import describe
+
+        describe(config, num_replicas, Console())
+        return 0
+    folder = _choose_folder(asked, place)
+    if place.launcher == "none" and num_replicas > 1:
+        return _start_replicas(arguments, folder, config, asked)
+    return _train_here(asked, place, folder)
+
+
+def parse(arguments: Sequence[str]) -> TrainCommand:
+    """The command with its recipe, its file and its flags, in this order of weight."""
+    rest = list(arguments)
+    named = rest[0] if rest and not rest[0].startswith("-") else None
+    file, resume = _peek(rest, "--config"), _peek(rest, "--resume")
+    values = read_file(Path(file)) if file else {}
+    recipe = str(named or values.get(RECIPE_KEY, "quickstart"))
+    optimizer = _peek(rest, "--optimizer") or values.get("optimizer", "demo")
+    base = recipes.build(recipe, optimizer if optimizer in recipes.OPTIMIZERS else "demo")
+    if resume is not None:
+        if named is not None:
+            raise TrainingError(f"--resume takes the settings of the run folder: leave the recipe {named!r} out")
+        base = _saved_config(Path(resume))
+    base = override(base, values, f"--config {file}")
+    default = TrainCommand(recipe=recipe, settings=base)
+    asked = tyro.cli(
+        TrainCommand,
+        prog="thinwire train",
+        default=default,
+        args=rest,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+    )
+    if resume is not None:
+        check_unchanged(_saved_config(Path(resume)), asked.settings)
+    return asked
+
+
+def _peek(arguments: Sequence[str], flag: str) -> str | None:
+    """The value of a flag, before the parser that needs to know it runs."""
+    for place, argument in enumerate(arguments):
+        if argument == flag and place + 1 < len(arguments):
+            return arguments[place + 1]
+        if argument.startswith(flag + "="):
+            return argument.split("=", 1)[1]
+    return None
+
+
+def _saved_config(folder: Path) -> TrainConfig:
+    path = folder / "config.toml"
+    if not path.is_file():
+        raise CheckpointError(f"--resume {folder}: this is not a run folder, it has no config.toml")
+    return override(TrainConfig(), read_file(path), str(path))
+
+
+def _choose_folder(asked: TrainCommand, place: Place) -> Path:
+    if asked.resume is not None:
+        return asked.resume
+    config = asked.settings
+    name = f"{asked.recipe}-{config.optim.optimizer}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(config.run.out) if config.run.out else Path("runs") / name
+    is_launched = LAUNCHED in os.environ
+    if place.local_replica == 0 and not is_launched and (folder / "config.toml").exists():
+        raise TrainingError(f"out={folder} already holds a run: go on with --resume {folder}, or name another folder")
+    return folder
+
+
+def _start_replicas(arguments: list[str], folder: Path, config: TrainConfig, asked: TrainCommand) -> int:
+    """Start local replicas with the same options, but for the folder, which they could not choose alike."""
+    out = [] if asked.resume is not None else ["--out", str(folder)]
+    try:
+        launch(["train", *arguments, *out], config.launch.replicas, config.launch.port)
+    except Interrupted as error:
+        return 128 + error.signal_number
+    return 0
+
+
+def _train_here(asked: TrainCommand, place: Place, folder: Path) -> int:
+    from thinwire.training.job import Job
+    from thinwire.training.loop import run_replica
+    from thinwire.training.report import finish
+
+    config = asked.settings
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(config.launch.threads or max(1, cores // place.num_local_replicas))
+    is_launched = LAUNCHED in os.environ
+    job = Job(config, place, folder, asked.resume is not None, asked.residual, is_launched)
+    # The launcher passed the terminal on, but a replica's own notion of it must be asked for.
+    console = Console()
+    outcome = run_replica(job, console)
+    if place.replica == 0:
+        finish(outcome, console)
+    leave()
+    was_alone = place.launcher == "none"
+    return 0 if outcome.is_finished or not was_alone else 130
+
+
+__all__ = ["TrainCommand", "command", "parse"]

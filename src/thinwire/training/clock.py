@@ -1,0 +1,45 @@
+"""Where the time of a run goes."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+STEP_PHASES = ("data", "forward and backward", "optimizer", "network")
+PHASES = (*STEP_PHASES, "evaluation", "checkpoints")
+
+
+class Clock:
+    """Seconds per phase."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._began = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time spent inside."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - began
+
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Time counted as one phase was really another's."""
+        self.seconds[source] -= seconds
+        self.seconds[target] += seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """Spent in steps, and not in evaluations and checkpoints."""
+        return sum(self.seconds[name] for name in STEP_PHASES)
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Since the clock was made."""
+        return time.perf_counter() - self._began
+
+    def table(self) -> dict[str, float]:
+        """Seconds per phase, and what none of them claims."""
+        known = sum(self.seconds.values())
+        return {**self.seconds, "other": max(0.0, self.elapsed_seconds - known)}

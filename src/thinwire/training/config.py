@@ -1,0 +1,211 @@
+"""Everything a run is made of, as frozen dataclasses.
+
+Every field's name is unique among all sections: a configuration file and the command line are flat, and a field's docstring
+is its help text. Recipes (`recipes.py`) are complete configurations; files and flags override single fields.
+"""
+
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, field, fields
+from typing import Literal
+
+from thinwire.core.errors import check_choice, check_float, check_int
+from thinwire.wire.values import VALUE_CODECS
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model."""
+
+    architecture: str = "llama"
+    """llama, olmo, gpt2 (text), vit, resnet (images), or the path of a local Hugging Face model folder or config.json."""
+    layers: int = 4
+    """Blocks; for resnet, blocks in each of its three stages."""
+    width: int = 128
+    """Size of the hidden state; for resnet, channels of the first stage (the next have 2 and 4 times as many)."""
+    heads: int = 4
+    """Attention heads."""
+    mlp_width: int = 0
+    """Inner size of the MLPs; 0: four times the width, or what the architecture usually has."""
+    tie_embeddings: bool = True
+    """Use the embedding as output layer too (text)."""
+    patch_size: int = 2
+    """Edge of vit's patches, in pixels."""
+    pretrained: bool = False
+    """Start from the weights in the model folder given as --architecture, instead of random ones."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What matrix products are computed in; bfloat16 is autocast, parameters stay float32."""
+    compile: bool = False
+    """Pass the model through torch.compile."""
+    activation_checkpointing: bool = False
+    """Recompute activations in backward, to save memory."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The data."""
+
+    dataset: str = "stdlib"
+    """stdlib (the source text of Python's standard library), digits (scikit-learn's images), a text file or folder, a .bin
+    token shard or a folder of them, a folder with one subfolder of images per class, or hf:NAME (Hugging Face datasets)."""
+    tokenizer: str = "bytes"
+    """bytes, or the path of a tokenizer.json."""
+    sequence: int = 256
+    """Tokens per example (text)."""
+    validation: float = 0.05
+    """Share of the data kept for validation, where it has no validation part of its own."""
+    vocab_size: int = 0
+    """Size of the vocabulary; 0: what the tokenizer has, and 50304 for .bin shards."""
+    image_size: int = 8
+    """Edge that images are scaled to, in pixels."""
+    text_column: str = "text"
+    """The column with the text, of hf: datasets."""
+    image_column: str = "image"
+    """The column with the images, of hf: datasets."""
+    label_column: str = "label"
+    """The column with the labels, of hf: datasets."""
+    workers: int = 1
+    """Threads that prepare batches ahead, per replica."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer."""
+
+    optimizer: Literal["demo", "published", "adamw", "sgd", "muon", "lion"] = "demo"
+    """demo, published (DeMo as its authors wrote it), or one that averages gradients with DistributedDataParallel."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices; norms and biases are not decayed."""
+    clip: float = 1.0
+    """Largest norm of the gradient (each replica's own with DeMo, the average's otherwise); 0: no clipping."""
+    update: Literal["sign", "sgd", "adamw", "lion", "muon"] = "sign"
+    """DeMo: what the decoded direction does to the parameters."""
+    momentum_decay: float = 0.999
+    """DeMo: decay of the momentum."""
+    topk: int = 32
+    """DeMo: coefficients sent per chunk."""
+    chunk: int = 64
+    """DeMo: edge of the chunks that matrices are cut into."""
+    values: str = "auto"
+    """DeMo: how a coefficient is written: auto, float32, bfloat16, int8, int4, sign_scale or sign."""
+    combine: Literal["mean_over_senders", "mean_over_replicas"] = "mean_over_senders"
+    """DeMo: what the sum of a coefficient is divided by."""
+    beta1: float = 0.9
+    """First decay of adamw and lion; momentum of sgd."""
+    beta2: float = 0.95
+    """Second decay of adamw and lion."""
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """How long, and how large the steps are."""
+
+    steps: int = 1000
+    """Steps to take."""
+    batch: int = 32
+    """Examples per step, all replicas together."""
+    micro_batch: int = 0
+    """Examples per forward pass of a replica; 0: its whole share of the batch at once."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+    warmup_steps: int = 50
+    """Steps in which the learning rate rises from 0."""
+    final_lr_share: float = 0.1
+    """The last learning rate, as a share of the peak."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What the run writes down."""
+
+    out: str = ""
+    """Folder of the run; empty: a new one under runs/."""
+    seed: int = 0
+    """Seed of the first weights and of the order of the data."""
+    eval_every: int = 100
+    """Steps between evaluations; the last step is always followed by one."""
+    eval_examples: int = 256
+    """Validation examples per evaluation, all replicas together; 0: all there are."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints; 0: only at the end. The one with the best validation loss is kept too."""
+    print_every: int = 0
+    """Steps between lines where the output is not a terminal; 0: about every five seconds."""
+    sample_tokens: int = 200
+    """Tokens of text generated at the end; 0: none."""
+    tensorboard: bool = True
+    """Write TensorBoard files."""
+    wandb: str = ""
+    """Weights & Biases project to log to; empty: none."""
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Where it runs."""
+
+    replicas: int = 1
+    """Replicas to start on this machine. Under torchrun or SLURM their number comes from there."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one."""
+    threads: int = 0
+    """CPU threads per replica; 0: this machine's cores divided by its replicas."""
+    port: int = 0
+    """Port on which local replicas find each other; 0: a free one."""
+    timeout_seconds: float = 300.0
+    """The longest wait for another replica."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A whole run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+
+def all_fields() -> Iterator[tuple[str, Field[object]]]:
+    """Every setting, with the name of its section."""
+    for section in fields(TrainConfig):
+        for setting in fields(section.default_factory):  # type: ignore[misc, arg-type]
+            yield section.name, setting
+
+
+_AT_LEAST_ONE = ("layers", "width", "heads", "patch_size", "sequence", "image_size", "topk", "chunk", "steps", "batch")
+_AT_LEAST_ONE += ("eval_every", "workers", "replicas")
+_AT_LEAST_ZERO = ("mlp_width", "vocab_size", "micro_batch", "warmup_steps", "seed", "eval_examples", "checkpoint_every")
+_AT_LEAST_ZERO += ("print_every", "sample_tokens", "threads", "port")
+_FROM_ZERO_TO_ONE = ("momentum_decay", "beta1", "beta2", "final_lr_share")
+
+
+def check(config: TrainConfig, num_replicas: int) -> None:
+    """Refuse values that cannot work, before anything is built."""
+    values = {setting.name: getattr(getattr(config, section), setting.name) for section, setting in all_fields()}
+    for name in _AT_LEAST_ONE:
+        check_int(name, values[name], 1)
+    for name in _AT_LEAST_ZERO:
+        check_int(name, values[name], 0)
+    for name in _FROM_ZERO_TO_ONE:
+        check_float(name, values[name], 0.0, 1.0)
+    for name in ("lr", "weight_decay", "clip"):
+        check_float(name, values[name], 0.0)
+    check_float("timeout_seconds", values["timeout_seconds"], 1.0)
+    check_float("validation", values["validation"], 1e-6, 0.9)
+    check_choice("values", values["values"], ("auto", *VALUE_CODECS))
+    _check_batch(config.schedule, num_replicas)
+
+
+def _check_batch(schedule: ScheduleConfig, num_replicas: int) -> None:
+    share, rest = divmod(schedule.batch, num_replicas)
+    if rest or share == 0:
+        raise ValueError(f"batch={schedule.batch} cannot be divided among {num_replicas} replicas; take a multiple of that")
+    if schedule.micro_batch and share % schedule.micro_batch:
+        raise ValueError(
+            f"micro_batch={schedule.micro_batch} does not divide a replica's share of {share} examples "
+            f"(batch={schedule.batch}, {num_replicas} replicas)"
+        )
+    if schedule.warmup_steps > schedule.steps:
+        raise ValueError(f"warmup_steps={schedule.warmup_steps} is more than steps={schedule.steps}")

@@ -1,0 +1,69 @@
+"""The loss on the validation data, shared out among the replicas."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from thinwire.exchange.transport import Transport
+from thinwire.training.examples import Batch, Examples
+from thinwire.training.models import loss_of
+
+
+@dataclass(frozen=True)
+class Score:
+    """Mean loss in nats per token or image, and for images the share of right answers."""
+
+    loss: float
+    accuracy: float | None = None
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    examples: Examples,
+    num_wanted: int,
+    batch: int,
+    transport: Transport,
+    device: torch.device,
+    autocast: AbstractContextManager[Any],
+) -> Score:
+    """Score the first ``num_wanted`` examples (0: all). Every replica returns the same."""
+    average_buffers_(model, transport)
+    total = min(num_wanted or len(examples), len(examples))
+    mine = np.arange(transport.replica, total, transport.num_replicas)
+    was_training = model.training
+    model.eval()
+    sums = torch.zeros(3, dtype=torch.float64)
+    for first in range(0, len(mine), batch):
+        some = examples.fetch(mine[first : first + batch]).to(device)
+        with autocast:
+            sums += _sums(model, some)
+    model.train(was_training)
+    everyone = transport.start_all_gather(sums.view(torch.uint8), "evaluation").wait()
+    loss, right, count = everyone.contiguous().view(torch.float64).sum(dim=0).tolist()
+    is_images = examples.fetch(np.arange(1)).targets.dim() == 1
+    return Score(loss / count, right / count if is_images else None)
+
+
+def _sums(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Sum of losses, number of right answers, number of answers."""
+    loss, logits = loss_of(model, batch, reduction="sum")
+    right = (logits.argmax(-1) == batch.targets).sum()
+    return torch.tensor([float(loss), float(right), batch.targets.numel()], dtype=torch.float64)
+
+
+@torch.no_grad()
+def average_buffers_(model: nn.Module, transport: Transport) -> None:
+    """Give all replicas the mean of their buffers (running statistics of batch norms), each replica's in order."""
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    if transport.num_replicas == 1 or not buffers:
+        return
+    mine = torch.cat([buffer.detach().double().flatten().cpu() for buffer in buffers])
+    everyone = transport.start_all_gather(mine.view(torch.uint8), "average of the buffers").wait()
+    mean = everyone.contiguous().view(torch.float64).mean(dim=0)
+    for buffer, values in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
+        buffer.copy_(values.view(buffer.shape))

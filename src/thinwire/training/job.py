@@ -1,0 +1,91 @@
+"""What one process is asked to do, and what it needs before the first step: a device, data, agreement with the others."""
+
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from thinwire.exchange.agreement import Answer, hold_roll_call
+from thinwire.exchange.transport import Transport
+from thinwire.parallel.place import Place
+from thinwire.training.config import TrainConfig
+from thinwire.training.config_file import as_toml
+from thinwire.training.errors import TrainingError
+from thinwire.training.models import Sizes, is_image_model
+from thinwire.training.pictures import ImageData, load_images
+from thinwire.training.text import TextData, load_text
+
+# What may differ between the replicas of one run.
+_OWN_SETTINGS = ("out", "replicas", "device", "threads", "port", "workers", "tensorboard", "wandb", "dataset", "tokenizer")
+_LONGEST_NAME = 256
+_TOKEN_CACHE = Path.home() / ".cache" / "thinwire" / "tokens"
+
+Data = TextData | ImageData
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, and this process's place in it. ``watch_parent``: stop when the process that started this one is gone."""
+
+    config: TrainConfig
+    place: Place
+    folder: Path
+    resume: bool = False
+    residual: str = "exact"
+    watch_parent: bool = False
+
+
+def choose_device(job: Job) -> torch.device:
+    """The GPU of this replica's own, or a shared one where there are fewer GPUs than replicas, or the CPU."""
+    wanted, num_gpus = job.config.launch.device, torch.cuda.device_count()
+    if wanted == "cuda" and num_gpus == 0:
+        raise TrainingError("device=cuda, but torch sees no CUDA device here; use --device cpu")
+    if wanted == "cpu" or num_gpus == 0:
+        return torch.device("cpu")
+    device = torch.device("cuda", job.place.local_replica % num_gpus)
+    torch.cuda.set_device(device)
+    return device
+
+
+def settle_folder(job: Job, transport: Transport) -> Job:
+    """A folder that nobody named has the time in its name: all replicas take replica 0's."""
+    if job.config.run.out or job.resume:
+        return job
+    name = torch.zeros(_LONGEST_NAME, dtype=torch.uint8)
+    text = job.folder.name.encode()
+    name[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    transport.broadcast_(name, "name of the run folder")
+    # Only a name: what a peer sends must not lead out of this folder.
+    return replace(job, folder=job.folder.parent / Path(name.numpy().tobytes().rstrip(b"\0").decode(errors="replace")).name)
+
+
+def load_data(config: TrainConfig) -> Data:
+    """Text or images, as the model wants."""
+    if not config.data.dataset:
+        raise TrainingError("this recipe has no data of its own: name yours with --dataset, such as a folder of .bin shards")
+    return load_images(config.data) if is_image_model(config) else load_text(config.data, _TOKEN_CACHE)
+
+
+def sizes_of(data: Data) -> Sizes:
+    """What the data decides about the model."""
+    if isinstance(data, TextData):
+        return Sizes(vocab_size=data.vocab_size)
+    return Sizes(num_classes=data.num_classes, num_channels=data.num_channels)
+
+
+def seed_everything(seed: int) -> None:
+    """All random states that models and data may draw from."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def agree(config: TrainConfig, data: Data, first_step: int, transport: Transport) -> None:
+    """All replicas must train the same thing, on as much data, from the same step; a difference is named on all of them."""
+    if transport.num_replicas == 1:
+        return
+    lines = [line for line in as_toml(config).splitlines() if line.split(" = ")[0] not in _OWN_SETTINGS]
+    lines += [f"data: {data.description.split(': ', 1)[-1]}", f"first step: {first_step}"]
+    hold_roll_call(lines, Answer(), lambda message, what: transport.start_all_gather(message, what).wait())

@@ -1,0 +1,77 @@
+"""The files a run writes as it goes: a JSON line per event, TensorBoard, and Weights & Biases if asked for."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from thinwire.training.errors import TrainingError
+
+Row = dict[str, Any]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows of a log; a last line that was cut off is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+class RunLog:
+    """Where rows go. ``kind`` is ``step``, ``evaluation`` or ``end``; every row has its step."""
+
+    def __init__(self, folder: Path, first_step: int, tensorboard: bool, wandb: str, settings: dict[str, Any]) -> None:
+        self.path = folder / "log.jsonl"
+        self._keep_until(first_step)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._board = _tensorboard(folder / "tensorboard", first_step) if tensorboard else None
+        self._wandb = _wandb(wandb, folder, settings) if wandb else None
+
+    def _keep_until(self, step: int) -> None:
+        """A resumed run writes again what came after its checkpoint."""
+        kept = [row for row in read_rows(self.path) if row["step"] <= step and row["kind"] != "end"]
+        aside = self.path.with_suffix(".new")
+        aside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        os.replace(aside, self.path)
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Add a row."""
+        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+        if self._board is not None:
+            for name, value in numbers.items():
+                self._board.add_scalar(f"{kind}/{name}", value, step)
+        if self._wandb is not None:
+            self._wandb.log({f"{kind}/{name}": value for name, value in numbers.items()}, step=step)
+
+    def flush(self) -> None:
+        """Make sure that what was written is in the file."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """End all logs."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _tensorboard(folder: Path, first_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise TrainingError("TensorBoard files need the package tensorboard; install it or pass --no-tensorboard") from None
+    return SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
+
+
+def _wandb(project: str, folder: Path, settings: dict[str, Any]) -> Any:
+    try:
+        import wandb  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        raise TrainingError(f"wandb={project!r} needs the package wandb: pip install wandb") from None
+    return wandb.init(project=project, dir=str(folder), config=settings, resume="allow", id=folder.name)

@@ -1,0 +1,252 @@
+"""One replica's run, from the first weights to the last checkpoint. `Run.train` is the loop."""
+
+import dataclasses
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from thinwire.core.errors import CheckpointError
+from thinwire.exchange.transport import Transport
+from thinwire.parallel.group import join
+from thinwire.training.checkpoints import Checkpoints, RunState, check_files
+from thinwire.training.clock import Clock
+from thinwire.training.config_file import as_toml
+from thinwire.training.errors import TrainingError
+from thinwire.training.evaluation import evaluate
+from thinwire.training.examples import Batch, Order, Stream
+from thinwire.training.job import Data, Job, agree, choose_device, load_data, seed_everything, settle_folder, sizes_of
+from thinwire.training.journal import Journal
+from thinwire.training.methods import Method, build_method, lr_share
+from thinwire.training.models import build_model, loss_of, num_parameters
+from thinwire.training.reporter import Reporter
+from thinwire.training.stopping import StopRequest
+from thinwire.training.text import TextData
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended, for the report."""
+
+    job: Job
+    model: nn.Module
+    data: Data
+    device: torch.device
+    state: RunState
+    seconds: dict[str, float]
+    is_finished: bool
+
+
+def run_replica(job: Job, console: Console) -> Outcome:
+    """Train as one replica among those of ``job.place``; collective."""
+    device = choose_device(job)
+    seed_everything(job.config.run.seed)
+    transport = join(job.place, device, job.config.launch.timeout_seconds)
+    job = settle_folder(job, transport)
+    with ExitStack() as stack:
+        run = Run(job, device, transport, console, stack)
+        run.train()
+        return run.outcome()
+
+
+class Run:
+    """All parts of a replica's run."""
+
+    def __init__(self, job: Job, device: torch.device, transport: Transport, console: Console, stack: ExitStack) -> None:
+        self._job, self._config, self._device, self._transport = job, job.config, device, transport
+        self._clock = Clock()
+        self._data = load_data(self._config)
+        self._checkpoints = Checkpoints(job.folder, transport, job.place.local_replica)
+        checkpoint, self._state = self._find_start()
+        agree(self._config, self._data, self._state.step, transport)
+        self._order = Order(
+            len(self._data.train), self._config.schedule.batch, transport.replica, transport.num_replicas, self._config.run.seed
+        )
+        self._build_model(checkpoint)
+        if checkpoint is not None:
+            self._restore(checkpoint)
+        self._stream = Stream(self._data.train, self._order, self._state.position, self._config.data.workers)
+        stack.callback(self._stream.close)
+        self._start_reporting(console, stack)
+        self._stop = stack.enter_context(StopRequest(job.watch_parent))
+
+    def _find_start(self) -> tuple[Path | None, RunState]:
+        optimizer, num_replicas = self._config.optim.optimizer, self._transport.num_replicas
+        if not self._job.resume:
+            return None, RunState(0, 0, num_replicas, optimizer, None, None, 0.0, 0, 0)
+        checkpoint, state = self._checkpoints.load_run()
+        if state.step >= self._config.schedule.steps:
+            raise TrainingError(f"the run in {self._job.folder} is at its last step, {state.step}; --steps can add more")
+        if state.optimizer != optimizer:
+            raise CheckpointError(f"the checkpoint is of optimizer={state.optimizer}, this run has {optimizer}")
+        if state.num_replicas != num_replicas and self._job.residual == "exact":
+            raise CheckpointError(
+                f"the checkpoint is of {state.num_replicas} replicas, this run has {num_replicas}: start as many, or pass "
+                "--residual zero to go on with empty momenta"
+            )
+        return checkpoint, dataclasses.replace(state, num_replicas=num_replicas)
+
+    def _build_model(self, checkpoint: Path | None) -> None:
+        self._model = build_model(self._config, sizes_of(self._data))
+        if checkpoint is not None and self._transport.replica == 0:
+            # The others get the weights from replica 0, as at the beginning of any run.
+            check_files(checkpoint, "replica-0", "model")
+            loaded = type(self._model).from_pretrained(checkpoint / "model", local_files_only=True)  # type: ignore[attr-defined]
+            self._model.load_state_dict(loaded.state_dict())
+        self._model.to(self._device).train()
+        # From here on, what is random (dropout) differs between replicas.
+        seed_everything(self._config.run.seed + 1 + self._transport.replica)
+        compiled: Any = torch.compile(self._model) if self._config.model.compile else self._model
+        self._callable_model: nn.Module = compiled
+        self._method: Method = build_method(self._config.optim, self._model, self._callable_model, self._transport)
+
+    def _restore(self, checkpoint: Path) -> None:
+        replica = 0 if self._job.residual == "zero" else self._transport.replica
+        state = self._checkpoints.load_state(checkpoint, replica)
+        if state["optimizer"] is None:
+            state["optimizer"] = self._checkpoints.load_state(checkpoint, 0)["optimizer"]
+        self._method.load_state_dict(state["optimizer"], self._job.residual)
+        for name, buffer in self._model.named_buffers():
+            buffer.copy_(state["buffers"][name])
+        torch.set_rng_state(state["random"])
+        if self._device.type == "cuda" and state["random_cuda"] is not None:
+            torch.cuda.set_rng_state(state["random_cuda"], self._device)
+
+    def _start_reporting(self, console: Console, stack: ExitStack) -> None:
+        if self._job.place.local_replica == 0:
+            self._job.folder.mkdir(parents=True, exist_ok=True)
+            (self._job.folder / "config.toml").write_text(as_toml(self._config), encoding="utf-8")
+        is_first, num_replicas = self._transport.replica == 0, self._transport.num_replicas
+        # DDP's exchange runs beside the GPU's other work; nothing says how much of it was waiting.
+        waits_are_known = self._device.type == "cpu" or not self._method.state_is_shared or num_replicas == 1
+        self._reporter = Reporter(self._config, self._job.folder, self._state.step, is_first, waits_are_known, console)
+        stack.callback(self._reporter.close)
+        optim = self._config.optim
+        rule = f" ({optim.update} rule, top {optim.topk} of {optim.chunk} x {optim.chunk})" if optim.optimizer == "demo" else ""
+        self._reporter.say(
+            f"{self._config.model.architecture} with {num_parameters(self._model):,} parameters on {self._data.description}"
+        )
+        self._reporter.say(f"{optim.optimizer}{rule}, {num_replicas} replicas on {self._device.type}, run in {self._job.folder}")
+
+    def train(self) -> None:
+        """Step after step, until all are taken or somebody asks to stop."""
+        schedule = self._config.schedule
+        journal = Journal(self._transport, self._state.step)
+        if self._state.step == 0:
+            self._evaluate()
+        for step in range(self._state.step, schedule.steps):
+            self._method.set_lr_share(lr_share(schedule, step))
+            with self._clock.phase("data"):
+                batch = next(self._stream).to(self._device)
+            with self._clock.phase("forward and backward"):
+                loss = self._gradients(batch)
+            with self._clock.phase("optimizer"):
+                self._method.step()
+            journal.add(loss)
+            self._count_step(step + 1)
+            if self._look_up(journal):
+                break
+
+    def _gradients(self, batch: Batch) -> Tensor:
+        """Gradients of the mean loss over this replica's share of the batch, clipped; returns that loss."""
+        size = self._config.schedule.micro_batch or len(batch.inputs)
+        parts = [Batch(*pair) for pair in zip(batch.inputs.split(size), batch.targets.split(size), strict=True)]
+        total = torch.zeros((), device=self._device)
+        for place, part in enumerate(parts):
+            with nullcontext() if place == len(parts) - 1 else self._method.accumulating():
+                with self._autocast():
+                    loss, _ = loss_of(self._method.model, part)
+                (loss / len(parts)).backward()
+            total += loss.detach() / len(parts)
+        self._method.clip(self._config.optim.clip)
+        return total
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.model.precision == "bfloat16")
+
+    def _count_step(self, step: int) -> None:
+        """Count the step, and what of its time and bytes was the network's."""
+        traffic = self._method.traffic.last_step
+        self._clock.move(traffic.wait_seconds, "forward and backward" if self._method.state_is_shared else "optimizer", "network")
+        self._state = dataclasses.replace(
+            self._state,
+            step=step,
+            position=self._stream.position,
+            sent_bytes=self._state.sent_bytes + traffic.sent_bytes,
+            received_bytes=self._state.received_bytes + traffic.received_bytes,
+        )
+
+    def _look_up(self, journal: Journal) -> bool:
+        """Between two steps: exchange news, evaluate and save where it is time to. True: all replicas stop here."""
+        run, step = self._config.run, self._state.step
+        is_last = step == self._config.schedule.steps
+        evaluates = is_last or step % run.eval_every == 0
+        saves = is_last or (run.checkpoint_every > 0 and step % run.checkpoint_every == 0)
+        if not (journal.is_due or evaluates or saves):
+            return False
+        news = journal.exchange(self._stop.is_asked)
+        is_text = isinstance(self._data, TextData)
+        units = (self._config.data.sequence, "tokens") if is_text else (1, "images")
+        self._reporter.news(news, self._method.traffic.last_step, self._clock, *units)
+        is_best = evaluates and self._evaluate()
+        if saves or is_best or news.stop:
+            with self._clock.phase("checkpoints"):
+                self._save(is_best)
+        return news.stop
+
+    def _evaluate(self) -> bool:
+        """Score the model; whether it is the best so far."""
+        schedule = self._config.schedule
+        with self._clock.phase("evaluation"):
+            score = evaluate(
+                self._callable_model,
+                self._data.validation,
+                self._config.run.eval_examples,
+                schedule.micro_batch or schedule.batch // self._transport.num_replicas,
+                self._transport,
+                self._device,
+                self._autocast(),
+            )
+        best = self._state.best_loss
+        is_best = self._state.step > 0 and (best is None or score.loss < best)
+        self._state = dataclasses.replace(self._state, loss=score.loss, best_loss=score.loss if is_best else best)
+        self._reporter.evaluation(self._state.step, score)
+        return is_best
+
+    def _save(self, is_best: bool) -> None:
+        elapsed = self._state.elapsed_seconds + self._clock.elapsed_seconds
+        state = dataclasses.replace(self._state, elapsed_seconds=elapsed)
+        self._checkpoints.save(state, self._replica_state, self._write_model, is_best)
+
+    def _replica_state(self) -> dict[str, Any]:
+        # Where all replicas have the same optimizer state, one copy is enough.
+        is_copy = self._method.state_is_shared and self._transport.replica > 0
+        return {
+            "optimizer": None if is_copy else self._method.state_dict(),
+            "buffers": dict(self._model.named_buffers()),
+            "random": torch.get_rng_state(),
+            "random_cuda": torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
+        }
+
+    def _write_model(self, folder: Path) -> None:
+        self._model.save_pretrained(folder)  # type: ignore[operator]
+        tokenizer = Path(self._config.data.tokenizer)
+        if tokenizer.is_file():
+            (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+
+    def outcome(self) -> Outcome:
+        """How it ended."""
+        elapsed = self._state.elapsed_seconds + self._clock.elapsed_seconds
+        return Outcome(
+            job=self._job,
+            model=self._model,
+            data=self._data,
+            device=self._device,
+            state=dataclasses.replace(self._state, elapsed_seconds=elapsed),
+            seconds=self._clock.table(),
+            is_finished=self._state.step >= self._config.schedule.steps,
+        )

@@ -1,0 +1,221 @@
+"""How replicas train together: DeMo, or an optimizer whose gradients DDP averages. The loop sees only `Method`."""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thinwire.exchange.traffic import Traffic
+from thinwire.exchange.transport import Transport
+from thinwire.optimizer import DeMo
+from thinwire.parallel.dense import AveragedModel
+from thinwire.training.config import OptimConfig, ScheduleConfig
+from thinwire.training.errors import TrainingError
+
+
+class Method(Protocol):
+    """One replica's way to take steps."""
+
+    model: nn.Module
+    """What the loop calls, and calls backward on."""
+    traffic: Traffic
+    state_is_shared: bool
+    """Whether all replicas have the same optimizer state, so that one copy of it is enough."""
+
+    def set_lr_share(self, share: float) -> None:
+        """Make every learning rate this share of its peak."""
+        ...
+
+    def accumulating(self) -> AbstractContextManager[Any]:
+        """A context for the backward passes of all micro-batches but the last."""
+        ...
+
+    def clip(self, largest_norm: float) -> None:
+        """Called between backward and step."""
+        ...
+
+    def step(self) -> None:
+        """Change the parameters, the same way on every replica, and forget the gradients."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], residual: str) -> None:
+        """Go on from it; ``residual`` as `DeMo.load_state_dict` has it."""
+        ...
+
+
+def build_method(config: OptimConfig, model: nn.Module, callable_model: nn.Module, transport: Transport) -> Method:
+    """``callable_model`` is ``model`` itself or its compiled form."""
+    if config.optimizer in ("demo", "published"):
+        return Decoupled(config, model, callable_model, transport)
+    return Averaged(config, model, callable_model, transport.num_replicas)
+
+
+def lr_share(config: ScheduleConfig, step: int) -> float:
+    """The share of the peak learning rate at a step, the first being 0."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    progress = (step - config.warmup_steps) / max(1, config.steps - 1 - config.warmup_steps)
+    falling = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * min(1.0, progress))) / 2
+    return config.final_lr_share + (1 - config.final_lr_share) * falling
+
+
+class Decoupled:
+    """DeMo: each replica's own gradients, and what it exchanges is the optimizer's affair."""
+
+    state_is_shared = False
+
+    def __init__(self, config: OptimConfig, model: nn.Module, callable_model: nn.Module, transport: Transport) -> None:
+        self.model = callable_model
+        groups = _decay_groups(list(model.named_parameters()), config.weight_decay)
+        if config.optimizer == "published":
+            self._optimizer = DeMo.published(
+                groups,
+                config.lr,
+                momentum_decay=config.momentum_decay,
+                chunk=config.chunk,
+                topk=config.topk,
+                transport=transport,
+            )
+        else:
+            self._optimizer = DeMo(
+                groups,
+                config.lr,
+                momentum_decay=config.momentum_decay,
+                chunk=config.chunk,
+                topk=config.topk,
+                update=config.update,
+                values=config.values,
+                combine=config.combine,
+                betas=(config.beta1, config.beta2),
+                transport=transport,
+            )
+        self.traffic = self._optimizer.traffic
+        self._peaks = [group["lr"] for group in self._optimizer.param_groups]
+
+    def set_lr_share(self, share: float) -> None:
+        _set_lrs([self._optimizer], [self._peaks], share)
+
+    def accumulating(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def clip(self, largest_norm: float) -> None:
+        _clip(self._optimizer, largest_norm)
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], residual: str) -> None:
+        self._optimizer.load_state_dict(state, residual=residual)
+
+
+class Averaged:
+    """Any optimizer of torch's kind, on gradients averaged by DDP; alone, without DDP."""
+
+    state_is_shared = True
+
+    def __init__(self, config: OptimConfig, model: nn.Module, callable_model: nn.Module, num_replicas: int) -> None:
+        self.model = callable_model
+        self._averaged: AveragedModel | None = None
+        if num_replicas > 1:
+            self._averaged = AveragedModel(callable_model, next(model.parameters()).device)
+            self.model = self._averaged
+        self.traffic = self._averaged.traffic if self._averaged else Traffic()
+        self._optimizers = _averaged_optimizers(config, model)
+        self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers]
+
+    def set_lr_share(self, share: float) -> None:
+        _set_lrs(self._optimizers, self._peaks, share)
+        self.traffic.start_step()
+
+    def accumulating(self) -> AbstractContextManager[Any]:
+        return self._averaged.ddp.no_sync() if self._averaged else nullcontext()
+
+    def clip(self, largest_norm: float) -> None:
+        if self._averaged:
+            self._averaged.count_wait()
+        for_all = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        _clip_parameters([parameter for group in for_all for parameter in group["params"]], largest_norm)
+
+    def step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(place): optimizer.state_dict() for place, optimizer in enumerate(self._optimizers)}
+
+    def load_state_dict(self, state: dict[str, Any], residual: str) -> None:
+        for place, optimizer in enumerate(self._optimizers):
+            optimizer.load_state_dict(state[str(place)])
+
+
+Named = tuple[str, nn.Parameter]
+
+
+def _averaged_optimizers(config: OptimConfig, model: nn.Module) -> list[Optimizer]:
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    betas, decay = (config.beta1, config.beta2), config.weight_decay
+    if config.optimizer == "adamw":
+        return [torch.optim.AdamW(_decay_groups(named, decay), config.lr, betas=betas, fused=True)]
+    if config.optimizer == "sgd":
+        return [torch.optim.SGD(_decay_groups(named, decay), config.lr, momentum=config.beta1, fused=True)]
+    if config.optimizer == "lion":
+        return [_lion()(_decay_groups(named, decay), lr=config.lr, betas=betas)]
+    hidden, rest = _split_hidden(model, named)
+    # With steps of AdamW's size, one learning rate serves the hidden matrices and the rest.
+    muon = torch.optim.Muon(hidden, config.lr, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(_decay_groups(rest, decay), config.lr, betas=betas, fused=True)]
+
+
+def _lion() -> Any:
+    try:
+        from pytorch_optimizer import Lion
+    except ImportError:
+        raise TrainingError("optimizer=lion needs the package pytorch-optimizer: pip install pytorch-optimizer") from None
+    return Lion
+
+
+def _decay_groups(named: list[Named], weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices with weight decay, the rest without."""
+    matrices = [(name, parameter) for name, parameter in named if parameter.dim() >= 2]
+    others = [(name, parameter) for name, parameter in named if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _split_hidden(model: nn.Module, named: list[Named]) -> tuple[list[Named], list[Named]]:
+    """The matrices between input and output, and all else: Muon is for the former."""
+    outer = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1:]
+    outer |= {id(module.weight) for module in last}
+    hidden = [(name, parameter) for name, parameter in named if parameter.dim() == 2 and id(parameter) not in outer]
+    inside = {id(parameter) for _, parameter in hidden}
+    return hidden, [(name, parameter) for name, parameter in named if id(parameter) not in inside]
+
+
+def _set_lrs(optimizers: list[Any], peaks: list[list[float]], share: float) -> None:
+    for optimizer, own_peaks in zip(optimizers, peaks, strict=True):
+        for group, peak in zip(optimizer.param_groups, own_peaks, strict=True):
+            group["lr"] = peak * share
+
+
+def _clip(optimizer: Optimizer, largest_norm: float) -> None:
+    _clip_parameters([parameter for group in optimizer.param_groups for parameter in group["params"]], largest_norm)
+
+
+def _clip_parameters(parameters: list[Tensor], largest_norm: float) -> None:
+    if largest_norm > 0:
+        nn.utils.clip_grad_norm_(parameters, largest_norm)

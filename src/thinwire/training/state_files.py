@@ -1,0 +1,78 @@
+"""One replica's state as files, by torch's distributed checkpoint in its safetensors form: nothing is ever unpickled.
+
+A state dict is split into its tensors, stored under their paths in it, and the rest, stored as JSON in a tensor of bytes.
+"""
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+from thinwire.core.errors import CheckpointError
+
+_FACTS = "facts"
+_TENSOR = "__tensor__"
+
+
+def write_state(state: dict[str, Any], folder: Path) -> None:
+    """Write a nested dict of tensors, numbers, texts and lists; keys may be texts or whole numbers."""
+    tensors: dict[str, Tensor] = {}
+    facts = json.dumps(_take_tensors(state, "", tensors))
+    tensors[_FACTS] = torch.frombuffer(bytearray(facts.encode()), dtype=torch.uint8)
+    # Each replica writes alone (no_dist): planning together would send pickles between the replicas.
+    with _alone_on_purpose():
+        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder)), no_dist=True)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What `write_state` wrote. Tensors come on the CPU."""
+    reader = HuggingFaceStorageReader(str(folder))
+    tensors: dict[str, Any] = {}
+    for name, entry in reader.read_metadata().state_dict_metadata.items():
+        tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]
+    if _FACTS not in tensors:
+        raise CheckpointError(f"{folder} holds no state of a run")
+    with _alone_on_purpose():
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    facts = json.loads(tensors.pop(_FACTS).numpy().tobytes())
+    state: dict[str, Any] = _put_tensors(facts, tensors)
+    return state
+
+
+@contextmanager
+def _alone_on_purpose() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _take_tensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors[path] = value.detach().contiguous()
+        return {_TENSOR: path}
+    if isinstance(value, dict):
+        # JSON's keys are texts: whole numbers (torch's parameter numbers) come back as such, marked by a #
+        return {
+            f"#{key}" if isinstance(key, int) else key: _take_tensors(item, f"{path}/{key}", tensors)
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_take_tensors(item, f"{path}/{place}", tensors) for place, item in enumerate(value)]
+    return value
+
+
+def _put_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, dict):
+        if set(value) == {_TENSOR}:
+            return tensors[value[_TENSOR]]
+        return {int(key[1:]) if key.startswith("#") else key: _put_tensors(item, tensors) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_put_tensors(item, tensors) for item in value]
+    return value
