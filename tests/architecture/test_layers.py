@@ -15,7 +15,21 @@ from thinwire.wire.__main__ import table
 SOURCE = Path(thinwire.__file__).parent
 ROOT = SOURCE.parent.parent
 # Each may import from itself and from what stands before it.
-LAYERS = ["core", "wire", "exchange", "slabs", "gradients", "local_step", "options", "checkpoint", "optimizer", "__init__"]
+LAYERS = [
+    "core",
+    "wire",
+    "exchange",
+    "slabs",
+    "gradients",
+    "local_step",
+    "options",
+    "checkpoint",
+    "optimizer",
+    "planner",
+    "__init__",
+]
+# Files that may import what the core does not depend on, and what.
+EXTRAS = {"planner/table.py": {"rich"}, "planner/figure.py": {"matplotlib"}}
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -53,8 +67,14 @@ def test_imports_go_downwards_only(path: Path) -> None:
             assert layer_of(module) <= here, f"{path.name} imports {module}"
         if module.startswith("torch.distributed") or module == "torch.nn.parallel":
             assert LAYERS[here] in ("exchange", "optimizer"), f"{path.name} imports {module}"
-        allowed = {"thinwire", "torch", "numpy"} | set(__import__("sys").stdlib_module_names)
+        extras = EXTRAS.get(path.relative_to(SOURCE).as_posix(), set())
+        allowed = {"thinwire", "torch", "numpy"} | extras | set(__import__("sys").stdlib_module_names)
         assert module.split(".")[0] in allowed, f"{path.name} imports {module}, which the core does not depend on"
+
+
+def test_files_with_extras_exist_and_import_them() -> None:
+    for name, modules in EXTRAS.items():
+        assert {module.split(".")[0] for module in imports(SOURCE / name)} >= modules, f"{name} does not need {modules}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))

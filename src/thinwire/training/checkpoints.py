@@ -23,7 +23,7 @@ import torch
 
 from thinwire.core.errors import CheckpointError
 from thinwire.exchange.transport import Transport
-from thinwire.training.state_files import read_state, write_state
+from thinwire.parallel.state_files import read_state, write_state
 
 _REPORT_BYTES = 512
 _FORMAT = 1

@@ -1,0 +1,239 @@
+"""The time model: what one step of each method asks of the device and of the link, and how long that takes.
+
+Letters: R replicas, G bytes of all gradients, P bytes of one replica's payload, C compute seconds (forward and backward),
+w bytes per second of the link, t one-way seconds (half of the round trip), a one-way trips per round.
+
+    network  = received / w + a * rounds * t
+    exposed  = max(0, network - hidden),     hidden = overlap * 2/3 * C for DDP and 0 for DeMo
+    step     = C + optimizer + exposed
+    efficiency = C / step
+
+| exchange | received by each rank | rounds |
+| --- | --- | --- |
+| ring all-reduce | 2 (R - 1) / R * G | 2 (R - 1) |
+| ring all-gather | (R - 1) * P | R - 1 |
+
+In both a rank also transmits what it receives, in the other direction of its link. Pure functions; no shapes, no codecs.
+"""
+
+from dataclasses import dataclass
+
+from thinwire.exchange.agreement import ROLL_CALL_BYTES
+from thinwire.planner.links import Link
+
+# Backward computes two matrix products for each one of forward.
+BACKWARD_SHARE = 2 / 3
+PUBLISHED_COLLECTIVES_PER_TENSOR = 2
+
+
+@dataclass(frozen=True)
+class DeviceCosts:
+    """What a step costs on a kind of device, apart from forward and backward: nanoseconds per parameter of one optimizer
+    step, and how its usual collectives behave.
+
+    ``ddp_overlap`` is the share of backward under which DDP can hide its all-reduce. ``trips_per_round`` is 2 where a
+    receiver first tells the sender that it is ready, as gloo does, so that each round costs a whole round trip; 1 is the
+    least there can be.
+    """
+
+    adamw_ns_per_parameter: float
+    demo_ns_per_parameter: float
+    published_ns_per_parameter: float
+    ddp_overlap: float
+    trips_per_round: int = 2
+
+    def __post_init__(self) -> None:
+        """Refuse costs that make no sense."""
+        for name in ("adamw_ns_per_parameter", "demo_ns_per_parameter", "published_ns_per_parameter"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a number of at least 0")
+        if not 0 <= self.ddp_overlap <= 1:
+            raise ValueError(f"ddp_overlap={self.ddp_overlap!r} must be from 0 (nothing is hidden) to 1 (all of backward)")
+        if self.trips_per_round not in (1, 2):
+            raise ValueError(f"trips_per_round={self.trips_per_round!r} must be 1 or 2")
+
+
+# Where each number is from: docs/planner.md.
+DEVICES = {
+    "cpu": DeviceCosts(
+        adamw_ns_per_parameter=1.5, demo_ns_per_parameter=10.0, published_ns_per_parameter=30.0, ddp_overlap=0.3
+    ),
+    "gpu": DeviceCosts(
+        adamw_ns_per_parameter=0.0094, demo_ns_per_parameter=0.15, published_ns_per_parameter=0.33, ddp_overlap=1.0
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What one rank sends and receives, and in how many rounds that must follow each other.
+
+    ``sent_bytes`` counts a message once, whoever receives it, as `DeMo.traffic` does. ``received_bytes`` is what the link
+    carries in each direction: in a ring a rank passes on as much as it receives.
+    """
+
+    sent_bytes: int
+    received_bytes: int
+    num_rounds: int
+
+    def __add__(self, other: "Exchange") -> "Exchange":
+        """One after the other."""
+        return Exchange(
+            self.sent_bytes + other.sent_bytes,
+            self.received_bytes + other.received_bytes,
+            self.num_rounds + other.num_rounds,
+        )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step of a method on a device, whatever the link. ``hidden_seconds``: the network time backward can hide."""
+
+    method: str
+    topk: int | None
+    values: str | None
+    exchange: Exchange
+    compute_seconds: float
+    optimizer_seconds: float
+    hidden_seconds: float = 0.0
+    trips_per_round: int = 2
+
+    @property
+    def label(self) -> str:
+        """The method and its settings in a few words."""
+        return self.method if self.topk is None else f"{self.method}, k={self.topk}, {self.values}"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One step of a method on a link. ``exposed_seconds`` is the network time that nothing hides."""
+
+    method: str
+    topk: int | None
+    values: str | None
+    label: str
+    sent_bytes: int
+    received_bytes: int
+    compute_seconds: float
+    optimizer_seconds: float
+    network_seconds: float
+    exposed_seconds: float
+
+    @property
+    def local_seconds(self) -> float:
+        """The step if the network took no time."""
+        return self.compute_seconds + self.optimizer_seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """The whole step."""
+        return self.local_seconds + self.exposed_seconds
+
+    @property
+    def efficiency(self) -> float:
+        """The share of the step spent in forward and backward."""
+        return self.compute_seconds / self.step_seconds
+
+    @property
+    def slowdown(self) -> float:
+        """How many times longer the step is than forward and backward alone."""
+        return self.step_seconds / self.compute_seconds
+
+    @property
+    def network_share(self) -> float:
+        """The exposed network time as a part of the local time."""
+        return self.exposed_seconds / self.local_seconds
+
+
+def ring_all_reduce(num_bytes: int, num_replicas: int) -> Exchange:
+    """Sum ``num_bytes`` over all ranks: each sends 2 (R - 1) / R of them, in 2 (R - 1) rounds."""
+    carried = -(-2 * (num_replicas - 1) * num_bytes // num_replicas)
+    return Exchange(carried, carried, 2 * (num_replicas - 1))
+
+
+def ring_all_gather(num_bytes: int, num_replicas: int, num_collectives: int = 1) -> Exchange:
+    """Bring ``num_bytes`` of each rank to all: R - 1 messages arrive, in R - 1 rounds per collective."""
+    rounds = num_replicas - 1
+    return Exchange(num_bytes if rounds else 0, rounds * num_bytes, rounds * num_collectives)
+
+
+def network_seconds(exchange: Exchange, link: Link, trips_per_round: int) -> float:
+    """``received / w + a * rounds * t``: bytes at the link's rate, and the latency of rounds that wait for each other."""
+    latency = trips_per_round * exchange.num_rounds * link.one_way_seconds
+    return exchange.received_bytes / link.bytes_per_second + latency
+
+
+def ddp(
+    num_parameters: int, bytes_per_element: int, name: str, num_replicas: int, compute_seconds: float, costs: DeviceCosts
+) -> Workload:
+    """AdamW on gradients that DDP averages. The latency is that of one all-reduce: the best case for DDP's buckets."""
+    return Workload(
+        method=f"DDP AdamW, {name}",
+        topk=None,
+        values=None,
+        exchange=ring_all_reduce(num_parameters * bytes_per_element, num_replicas),
+        compute_seconds=compute_seconds,
+        optimizer_seconds=num_parameters * costs.adamw_ns_per_parameter * 1e-9,
+        hidden_seconds=costs.ddp_overlap * BACKWARD_SHARE * compute_seconds,
+        trips_per_round=costs.trips_per_round,
+    )
+
+
+def published_demo(
+    num_parameters: int,
+    payload_bytes: int,
+    num_tensors: int,
+    topk: int,
+    num_replicas: int,
+    compute_seconds: float,
+    costs: DeviceCosts,
+) -> Workload:
+    """DeMo as its authors published it: two blocking all-gathers per tensor, which pay the latency each."""
+    return Workload(
+        method="published DeMo",
+        topk=topk,
+        values="float32",
+        exchange=ring_all_gather(payload_bytes, num_replicas, PUBLISHED_COLLECTIVES_PER_TENSOR * num_tensors),
+        compute_seconds=compute_seconds,
+        optimizer_seconds=num_parameters * costs.published_ns_per_parameter * 1e-9,
+        trips_per_round=costs.trips_per_round,
+    )
+
+
+def thinwire_demo(
+    num_parameters: int,
+    payload_bytes: int,
+    topk: int,
+    values: str,
+    num_replicas: int,
+    compute_seconds: float,
+    costs: DeviceCosts,
+) -> Workload:
+    """Thinwire's DeMo: the roll call, then one all-gather of all payloads. Neither overlaps with backward yet."""
+    roll_call = ring_all_gather(ROLL_CALL_BYTES, num_replicas)
+    return Workload(
+        method="Thinwire DeMo",
+        topk=topk,
+        values=values,
+        exchange=roll_call + ring_all_gather(payload_bytes, num_replicas),
+        compute_seconds=compute_seconds,
+        optimizer_seconds=num_parameters * costs.demo_ns_per_parameter * 1e-9,
+        trips_per_round=costs.trips_per_round,
+    )
+
+
+def predict(workload: Workload, link: Link) -> Prediction:
+    """The time of one step on this link."""
+    network = network_seconds(workload.exchange, link, workload.trips_per_round)
+    return Prediction(
+        method=workload.method,
+        topk=workload.topk,
+        values=workload.values,
+        label=workload.label,
+        sent_bytes=workload.exchange.sent_bytes,
+        received_bytes=workload.exchange.received_bytes,
+        compute_seconds=workload.compute_seconds,
+        optimizer_seconds=workload.optimizer_seconds,
+        network_seconds=network,
+        exposed_seconds=max(0.0, network - workload.hidden_seconds),
+    )

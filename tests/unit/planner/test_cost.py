@@ -1,0 +1,138 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.planner.cost import (
+    DEVICES,
+    DeviceCosts,
+    Exchange,
+    Workload,
+    ddp,
+    network_seconds,
+    predict,
+    published_demo,
+    ring_all_gather,
+    ring_all_reduce,
+    thinwire_demo,
+)
+from thinwire.planner.links import Link
+
+# 8 Mbit/s without packet headers: one byte per microsecond.
+BYTE_PER_MICROSECOND = Link(8e6, 0.02, payload_share=1.0)
+FREE = DeviceCosts(0.0, 0.0, 0.0, ddp_overlap=0.0)
+
+
+def all_workloads(num_replicas: int, compute_seconds: float, costs: DeviceCosts) -> list[Workload]:
+    return [
+        ddp(1_000_000, 4, "fp32", num_replicas, compute_seconds, costs),
+        published_demo(1_000_000, 96_000, 10, 32, num_replicas, compute_seconds, costs),
+        thinwire_demo(1_000_000, 10_000, 32, "sign", num_replicas, compute_seconds, costs),
+    ]
+
+
+def test_bytes_and_rounds_of_a_ring() -> None:
+    assert ring_all_reduce(1000, 4) == Exchange(sent_bytes=1500, received_bytes=1500, num_rounds=6)
+    assert ring_all_gather(1000, 4) == Exchange(sent_bytes=1000, received_bytes=3000, num_rounds=3)
+    assert ring_all_gather(1000, 4, num_collectives=5) == Exchange(sent_bytes=1000, received_bytes=3000, num_rounds=15)
+    assert ring_all_reduce(1001, 4).received_bytes == 1502
+
+
+def test_network_time_by_hand() -> None:
+    # 3000 bytes take 3 ms; 3 rounds of one 10 ms trip 30 ms, of two trips 60 ms.
+    exchange = ring_all_gather(1000, 4)
+    assert network_seconds(exchange, BYTE_PER_MICROSECOND, 1) == pytest.approx(0.033)
+    assert network_seconds(exchange, BYTE_PER_MICROSECOND, 2) == pytest.approx(0.063)
+
+
+def test_ddp_by_hand() -> None:
+    # 4 MB * 2 * 3/4 = 6 MB: 6 s; 6 rounds of a round trip of 20 ms: 0.12 s; half of 2/3 of 3 s is hidden: 1 s.
+    costs = DeviceCosts(2.0, 0.0, 0.0, ddp_overlap=0.5)
+    row = predict(ddp(1_000_000, 4, "fp32", 4, 3.0, costs), BYTE_PER_MICROSECOND)
+    assert row.network_seconds == pytest.approx(6.12)
+    assert row.exposed_seconds == pytest.approx(5.12)
+    assert row.optimizer_seconds == pytest.approx(0.002)
+    assert row.step_seconds == pytest.approx(8.122)
+    assert row.efficiency == pytest.approx(3 / 8.122)
+    assert row.slowdown == pytest.approx(8.122 / 3)
+    assert (row.label, row.topk, row.values) == ("DDP AdamW, fp32", None, None)
+
+
+def test_demo_by_hand() -> None:
+    # The payload and 64 bytes of roll call, three times; two collectives of 3 rounds of 20 ms.
+    costs = DeviceCosts(0.0, 10.0, 0.0, ddp_overlap=1.0)
+    row = predict(thinwire_demo(1_000_000, 10_000, 32, "sign", 4, 3.0, costs), BYTE_PER_MICROSECOND)
+    assert (row.sent_bytes, row.received_bytes) == (10_064, 30_192)
+    assert row.network_seconds == row.exposed_seconds == pytest.approx(0.030192 + 0.12)
+    assert row.step_seconds == pytest.approx(3.0 + 0.01 + 0.150192)
+    assert row.network_share == pytest.approx(0.150192 / 3.01)
+    assert row.label == "Thinwire DeMo, k=32, sign"
+
+
+def test_the_published_code_pays_the_latency_of_every_tensor_twice() -> None:
+    row = predict(published_demo(1_000_000, 96_000, 10, 32, 2, 1.0, FREE), BYTE_PER_MICROSECOND)
+    assert row.network_seconds == pytest.approx(0.096 + 20 * 0.02)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_replica_sends_nothing(device: str) -> None:
+    for workload in all_workloads(1, 1.0, DEVICES[device]):
+        row = predict(workload, Link(1.0, 100.0))
+        assert (row.sent_bytes, row.received_bytes, row.network_seconds, row.exposed_seconds) == (0, 0, 0, 0)
+        assert row.step_seconds == row.local_seconds
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_on_an_endless_link_only_compute_and_optimizer_remain(device: str) -> None:
+    for workload in all_workloads(64, 1.0, DEVICES[device]):
+        row = predict(workload, Link(1e30, 0.0))
+        assert row.step_seconds == pytest.approx(1.0 + workload.optimizer_seconds)
+
+
+def test_on_a_hopeless_link_the_bytes_decide() -> None:
+    dense, published, ours = (predict(workload, Link(1e3, 0.0)) for workload in all_workloads(2, 1.0, FREE))
+    assert dense.step_seconds / ours.step_seconds == pytest.approx(4_000_000 / 10_064, rel=0.02)
+    assert published.step_seconds / ours.step_seconds == pytest.approx(96_000 / 10_064, rel=0.02)
+
+
+@given(
+    slow=st.floats(1e3, 1e12),
+    faster=st.floats(1.0, 1e6),
+    round_trip=st.floats(0.0, 1.0),
+    num_replicas=st.integers(1, 256),
+    compute=st.floats(1e-3, 1e3),
+)
+def test_a_faster_or_nearer_link_is_never_slower(
+    slow: float, faster: float, round_trip: float, num_replicas: int, compute: float
+) -> None:
+    for workload in all_workloads(num_replicas, compute, DEVICES["cpu"]):
+        before = predict(workload, Link(slow, round_trip))
+        assert predict(workload, Link(slow * faster, round_trip)).step_seconds <= before.step_seconds
+        assert predict(workload, Link(slow, round_trip / 2)).step_seconds <= before.step_seconds
+        assert 0 < before.efficiency <= 1
+        assert before.efficiency * before.slowdown == pytest.approx(1.0)
+        assert before.exposed_seconds <= before.network_seconds
+
+
+@given(num_replicas=st.integers(1, 255), overlap=st.floats(0.0, 1.0))
+def test_more_replicas_cost_more_and_overlap_costs_less(num_replicas: int, overlap: float) -> None:
+    link = Link(1e7, 0.01)
+    fewer, more = (all_workloads(count, 1.0, FREE) for count in (num_replicas, num_replicas + 1))
+    for before, after in zip(fewer, more, strict=True):
+        assert predict(before, link).step_seconds < predict(after, link).step_seconds
+    hidden = predict(ddp(1_000_000, 4, "fp32", 4, 1.0, DeviceCosts(0.0, 0.0, 0.0, overlap)), link)
+    assert hidden.exposed_seconds == pytest.approx(hidden.network_seconds - overlap * 2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"ddp_overlap": 1.5}, "ddp_overlap=1.5 must be from 0"),
+        ({"adamw_ns_per_parameter": -1.0}, "adamw_ns_per_parameter=-1.0"),
+        ({"demo_ns_per_parameter": float("nan")}, "demo_ns_per_parameter=nan"),
+        ({"trips_per_round": 3}, "trips_per_round=3 must be 1 or 2"),
+    ],
+)
+def test_senseless_costs_are_refused(change: dict[str, float], complaint: str) -> None:
+    fields = {"adamw_ns_per_parameter": 1.0, "demo_ns_per_parameter": 1.0, "published_ns_per_parameter": 1.0}
+    with pytest.raises(ValueError, match=complaint):
+        DeviceCosts(**{**fields, "ddp_overlap": 0.0, **change})  # type: ignore[arg-type]

@@ -1,0 +1,193 @@
+import io
+import math
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from thinwire.exchange.agreement import ROLL_CALL_BYTES
+from thinwire.exchange.plan import Coding, TensorSpec, make_plan
+from thinwire.optimizer import DEFAULT_DENSE_BELOW
+from thinwire.planner.cost import DEVICES, DeviceCosts
+from thinwire.planner.figure import draw
+from thinwire.planner.links import Link
+from thinwire.planner.report import Report, make_report, recommend, tensors_from_count
+from thinwire.planner.table import print_report
+
+SPECS = [TensorSpec("w", (256, 640), "torch.float32", 3), TensorSpec("b", (640,), "torch.float32", 1)]
+MODEL = tensors_from_count(320_000_000)
+
+
+def report_of(bits_per_second: float, num_replicas: int = 8, compute_seconds: float = 0.3, **options: object) -> Report:
+    return make_report(MODEL, num_replicas, Link(bits_per_second, 0.001), compute_seconds, **options)  # type: ignore[arg-type]
+
+
+def test_rows_are_exact_to_the_byte() -> None:
+    report = make_report(SPECS, 4, Link(1e8, 0.01), 0.1, topks=(8, 32), values=("sign", "int8"))
+    labels = [row.label for row in report.predictions]
+    ours = [f"Thinwire DeMo, k={topk}, {values}" for topk in (8, 32) for values in ("sign", "int8")]
+    assert labels == ["DDP AdamW, fp32", "DDP AdamW, bf16", "published DeMo, k=32, float32", *ours]
+    dense, half, published, *rest = report.predictions
+    assert dense.received_bytes == 2 * half.received_bytes == (256 * 640 + 640) * 4 * 3 // 2
+    # Chunks of 64 x 64 for the matrix and of 64 for the vector, 32 coefficients of 12 bytes each.
+    assert published.sent_bytes == (40 + 10) * 32 * 12
+    for row in rest:
+        assert row.topk is not None
+        assert row.values is not None
+        specs = [TensorSpec(spec.name, spec.shape, spec.dtype, 0) for spec in SPECS]
+        plan = make_plan(specs, [Coding(64, row.topk, row.values, "adaptive", 4096)])
+        assert row.sent_bytes == plan.payload_bytes + ROLL_CALL_BYTES
+        assert row.received_bytes == 3 * row.sent_bytes
+
+
+def test_gradients_in_bfloat16_have_one_row() -> None:
+    report = report_of(1e8, gradient_bytes_per_element=2)
+    assert [row.label for row in report.predictions if row.topk is None] == ["DDP AdamW, bf16"]
+
+
+def test_the_default_of_dense_below_is_the_optimizers() -> None:
+    default = make_report(SPECS, 2, Link(1e8, 0.0), 0.1)
+    assert default == make_report(SPECS, 2, Link(1e8, 0.0), 0.1, dense_below=DEFAULT_DENSE_BELOW)
+    assert default != make_report(SPECS, 2, Link(1e8, 0.0), 0.1, dense_below=0)
+
+
+def test_costs_can_be_replaced_and_the_link_exchanged() -> None:
+    costs = DeviceCosts(0.0, 0.0, 0.0, ddp_overlap=0.0)
+    report = report_of(1e8, costs=costs)
+    assert all(row.optimizer_seconds == 0 for row in report.predictions)
+    faster = report.at(Link(1e12, 0.0))
+    assert faster == make_report(MODEL, 8, Link(1e12, 0.0), 0.3, costs=costs)
+    assert all(new.step_seconds < old.step_seconds for new, old in zip(faster.predictions, report.predictions, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"num_replicas": 0}, "num_replicas must be an integer >= 1, got 0"),
+        ({"compute_seconds": 0.0}, "compute_seconds=0.0 must be a finite number above 0"),
+        ({"compute_seconds": math.nan}, "compute_seconds=nan"),
+        ({"gradient_bytes_per_element": 3}, "gradient_bytes_per_element=3 must be one of 8, 4, 2"),
+        ({"device": "gpus"}, "device='gpus' is not one of cpu, gpu; did you mean 'gpu'"),
+        ({"topks": ()}, "topks and values must each name at least one"),
+        ({"topks": (0,)}, "topks must be an integer >= 1"),
+        ({"values": ("signs",)}, "did you mean 'sign'"),
+        ({"chunk": 0}, "chunk must be"),
+        ({"dense_below": -1}, "dense_below must be"),
+        ({"tensors": []}, "tensors hold no elements"),
+    ],
+)
+def test_bad_questions_are_refused(change: dict[str, object], complaint: str) -> None:
+    question: dict[str, object] = {"tensors": SPECS, "num_replicas": 2, "link": Link(1e8, 0.0), "compute_seconds": 0.1}
+    with pytest.raises(ValueError, match=complaint):
+        make_report(**{**question, **change})  # type: ignore[arg-type]
+
+
+def test_ddp_is_enough_on_a_fast_link() -> None:
+    advice = recommend(report_of(400e9))
+    assert advice.prediction.label == "DDP AdamW, fp32"
+    assert "Plain DDP is enough" in advice.reason
+
+
+def test_half_the_bytes_may_be_enough() -> None:
+    advice = recommend(report_of(50e9))
+    assert advice.prediction.label == "DDP AdamW, bf16"
+    assert advice.prediction.efficiency >= 0.95
+
+
+def test_the_largest_useful_topk_that_fits_is_taken() -> None:
+    report = report_of(10e9)
+    chosen = recommend(report).prediction
+    signs = {row.topk: row for row in report.predictions if row.values == "sign"}
+    assert chosen == signs[32]
+    assert signs[32].network_share <= 0.10 < signs[64].network_share
+    assert "topk=32" in recommend(report).reason
+
+
+def test_no_more_than_64_coefficients_are_advised() -> None:
+    report = report_of(1e8, num_replicas=2, compute_seconds=10.0)
+    assert {row.topk: row.network_share < 0.1 for row in report.predictions if row.values == "sign"}[128]
+    assert recommend(report).prediction.label == "Thinwire DeMo, k=64, sign"
+
+
+def test_on_a_thin_wire_the_smallest_topk_is_taken() -> None:
+    advice = recommend(report_of(10e6))
+    assert advice.prediction.label == "Thinwire DeMo, k=8, sign"
+    assert "times as long" in advice.reason
+    assert (
+        recommend(report_of(10e6, topks=(64, 16), values=("float32", "int8"))).prediction.label
+        == "Thinwire DeMo, k=16, int8"
+    )
+
+
+def test_ddp_is_advised_where_demo_would_be_slower() -> None:
+    slow_optimizer = DeviceCosts(0.0, 10.0, 30.0, ddp_overlap=0.0)
+    advice = recommend(report_of(100e9, costs=slow_optimizer))
+    assert advice.prediction.label == "DDP AdamW, bf16"
+    assert "is faster here" in advice.reason
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_replica_needs_no_wire(device: str) -> None:
+    report = report_of(1e6, num_replicas=1, device=device)
+    assert all(row.network_seconds == 0 for row in report.predictions)
+    assert "nothing crosses a wire" in recommend(report).reason
+
+
+@given(num_parameters=st.integers(1, 10**12))
+def test_shapes_from_a_count(num_parameters: int) -> None:
+    specs = tensors_from_count(num_parameters)
+    assert all(edge % 64 == 0 and edge > 0 for spec in specs for edge in spec.shape)
+    found = sum(math.prod(spec.shape) for spec in specs)
+    assert abs(found - num_parameters) <= 32 * specs[0].shape[1] or (found == 4096 and num_parameters < 4096)
+    assert len({spec.name for spec in specs}) == len(specs)
+
+
+def test_a_guessed_model_costs_what_the_papers_does() -> None:
+    dim = 2048
+    shapes = [(50304, dim), *([(3 * dim, dim), (dim, dim), (8 * dim, dim), (dim, 4 * dim)] * 16)]
+    paper = [TensorSpec(str(index), shape, "torch.float32", 0) for index, shape in enumerate(shapes)]
+    guessed = tensors_from_count(sum(math.prod(shape) for shape in shapes))
+    for known, guess in zip(
+        *(make_report(specs, 8, Link(1e9, 0), 1.0).predictions for specs in (paper, guessed)), strict=True
+    ):
+        assert guess.sent_bytes == pytest.approx(known.sent_bytes, rel=0.01)
+
+
+def test_a_count_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_parameters must be an integer >= 1, got 0"):
+        tensors_from_count(0)
+
+
+@pytest.mark.parametrize("width", [80, 118])
+def test_no_cell_is_cut_short(width: int) -> None:
+    output = io.StringIO()
+    print_report(report_of(1e6, num_replicas=512), Console(file=output, width=width))
+    assert "…" not in output.getvalue()
+    assert max(map(len, output.getvalue().splitlines())) <= width
+
+
+@pytest.mark.parametrize("num_replicas", [1, 8])
+def test_the_table_has_every_row_and_the_advice(num_replicas: int) -> None:
+    output = io.StringIO()
+    report = report_of(1e9, num_replicas=num_replicas)
+    print_report(report, Console(file=output, width=400))
+    lines = [line for line in output.getvalue().splitlines() if line.startswith("│")]
+    assert len(lines) == len(report.predictions)
+    for row in report.predictions:
+        (line,) = [line for line in lines if f" {row.label} " in line]
+        assert f"{100 * row.efficiency:.1f} %" in line
+        assert ("> " in line) == (row == recommend(report).prediction)
+    assert recommend(report).reason in output.getvalue()
+    assert "320 M parameters" in output.getvalue()
+
+
+@pytest.mark.parametrize(("num_replicas", "rate"), [(1, 1e6), (8, 1e9), (64, 50e9), (8, 5e12)])
+def test_the_figure_is_a_png_with_something_on_it(num_replicas: int, rate: float, tmp_path: Path) -> None:
+    path = tmp_path / "plan.png"
+    draw(report_of(rate, num_replicas=num_replicas), path)
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    pixels = matplotlib.image.imread(path)[..., :3]
+    assert (pixels < 0.9).any(axis=-1).sum() > 1000
