@@ -66,13 +66,13 @@ def _commands() -> dict[str, Callable[[list[str]], int]]:
 
 
 def _report(error: Exception, debug: bool) -> int:
-    from thinwire.parallel.launch import LAUNCHED, Interrupted, ReplicaFailed, record_error
+    from thinwire.parallel.launch import LAUNCHED, InterruptedRunError, ReplicaError, record_error
 
-    if isinstance(error, Interrupted):
+    if isinstance(error, InterruptedRunError):
         return 128 + error.signal_number
     text = str(error).strip() or type(error).__name__
     line = " ".join(text.splitlines()[0].split())
-    if not isinstance(error, ReplicaFailed) and "RANK" in os.environ:
+    if not isinstance(error, ReplicaError) and "RANK" in os.environ:
         line = line if line.startswith("replica ") else f"replica {os.environ['RANK']}: {line}"
     if debug:
         traceback.print_exception(error)

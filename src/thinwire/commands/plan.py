@@ -1,3 +1,96 @@
-"""x"""
-def command(a):
+"""``thinwire plan``: which settings fit a link, before anything is trained."""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from rich.console import Console
+
+from thinwire.exchange.plan import TensorSpec
+from thinwire.planner import Link, make_report, parse_bandwidth, parse_seconds, tensors_from_count
+from thinwire.training import recipes
+from thinwire.training.config import ModelConfig, TrainConfig
+from thinwire.training.errors import TrainingError
+
+_COUNT = re.compile(r"([\d_.]+)\s*([kKmMbBgG]?)")
+_FACTORS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000, "g": 1_000_000_000}
+
+
+@dataclass(frozen=True)
+class PlanCommand:
+    """Predict bytes, step time and efficiency of DDP and of DeMo on a link, and recommend a setting.
+
+    The model behind the figures, and how well it meets measurements: docs/planner.md.
+    """
+
+    model: tyro.conf.Positional[str]
+    """A recipe (paper-1b), a Hugging Face model folder or config.json, or a number of parameters (320M)."""
+    compute: str
+    """Time of forward and backward per step and replica, such as 0.8s or 250ms; `thinwire train --dry-run` estimates it."""
+    replicas: int = 2
+    """Replicas that train together."""
+    bandwidth: str = "100Mbit"
+    """Rate of each replica's link, such as 100Mbit or 10Gbit."""
+    round_trip: str = "20ms"
+    """Time to another replica and back, such as 20ms; 0 for none."""
+    device: Literal["gpu", "cpu"] = "gpu"
+    """What the replicas compute on; decides what an optimizer step costs."""
+    topks: tuple[int, ...] = (8, 16, 32, 64, 128)
+    """Coefficients per chunk to compare."""
+    values: tuple[str, ...] = ("sign", "sign_scale", "int8", "float32")
+    """Value codecs to compare."""
+    chunk: int = 64
+    """Edge of the chunks."""
+    figure: Path | None = None
+    """Also draw efficiency against bandwidth, as a PNG file."""
+    debug: bool = False
+    """Show where an error came from."""
+
+
+def command(arguments: list[str]) -> int:
+    """Run it."""
+    asked = tyro.cli(PlanCommand, prog="thinwire plan", args=arguments)
+    link = Link(
+        parse_bandwidth(asked.bandwidth, "--bandwidth"), parse_seconds(asked.round_trip, "--round-trip", allow_zero=True)
+    )
+    report = make_report(
+        tensors_of(asked.model),
+        asked.replicas,
+        link,
+        parse_seconds(asked.compute, "--compute"),
+        device=asked.device,
+        topks=asked.topks,
+        values=asked.values,
+        chunk=asked.chunk,
+    )
+    from thinwire.planner.table import print_report
+
+    print_report(report, Console())
+    if asked.figure is not None:
+        from thinwire.planner.figure import draw
+
+        draw(report, asked.figure)
+        print(f"figure: {asked.figure}")
     return 0
+
+
+def tensors_of(model: str) -> tuple[TensorSpec, ...]:
+    """The trained tensors of a recipe, a model folder, or of a model of which only the size is known."""
+    from thinwire.training.shapes import build_on_meta, specs_of
+
+    if model in recipes.RECIPES:
+        return tuple(specs_of(build_on_meta(recipes.build(model))))
+    match = _COUNT.fullmatch(model)
+    if match is not None and not Path(model).exists():
+        try:
+            return tensors_from_count(round(float(match[1]) * _FACTORS[match[2].lower()]))
+        except ValueError as error:
+            raise TrainingError(f"model={model!r} is not a number of parameters: {error}") from error
+    if not Path(model).exists():
+        raise TrainingError(
+            f"model={model!r} is neither a recipe ({', '.join(recipes.RECIPES)}), nor a model folder or config.json that "
+            "exists, nor a number of parameters such as 320M"
+        )
+    return tuple(specs_of(build_on_meta(replace(TrainConfig(), model=ModelConfig(architecture=model)))))

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from thinwire.core.errors import CheckpointError
 from thinwire.parallel.group import leave
-from thinwire.parallel.launch import LAUNCHED, Interrupted, launch
+from thinwire.parallel.launch import LAUNCHED, InterruptedRunError, launch
 from thinwire.parallel.place import Place, find_place
 from thinwire.training import recipes
 from thinwire.training.config import TrainConfig, check
@@ -44,7 +44,7 @@ class TrainCommand:
     """Say what the run would need: parameters, memory, bytes, predicted time; and do nothing."""
     debug: bool = False
     """Show where an error came from."""
-    settings: Annotated[TrainConfig, tyro.conf.arg(name="")] = TrainConfig()
+    settings: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
 
 
 def command(arguments: list[str]) -> int:
@@ -128,7 +128,7 @@ def _start_replicas(arguments: list[str], folder: Path, config: TrainConfig, ask
     out = [] if asked.resume is not None else ["--out", str(folder)]
     try:
         launch(["train", *arguments, *out], config.launch.replicas, config.launch.port)
-    except Interrupted as error:
+    except InterruptedRunError as error:
         return 128 + error.signal_number
     return 0
 

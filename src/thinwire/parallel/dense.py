@@ -5,14 +5,17 @@ import time
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.exchange.traffic import Traffic
 
 
 class AveragedModel(nn.Module):
-    """A model whose gradients DDP averages. ``traffic`` counts as a ring all-reduce does: of B bytes, each of R replicas sends
-    and receives 2 (R - 1) / R * B."""
+    """A model whose gradients DDP averages.
+
+    ``traffic`` counts as a ring all-reduce does: of B bytes each of R replicas sends and receives 2 (R - 1) / R * B.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__()
@@ -27,7 +30,7 @@ class AveragedModel(nn.Module):
         """The model's own."""
         return self.ddp(inputs, **options)
 
-    def _average(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _average(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
         num_bytes = 2 * (self._num_replicas - 1) * buffer.numel() * buffer.element_size() // self._num_replicas
         for count in (self.traffic.last_step, self.traffic.total):
@@ -36,7 +39,7 @@ class AveragedModel(nn.Module):
             count.num_exchanges += 1
         self._last_ready = time.perf_counter()
         work = dist.all_reduce(buffer.div_(self._num_replicas), async_op=True)
-        future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])  # type: ignore[union-attr]
+        future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
         return future
 
     def count_wait(self) -> None:

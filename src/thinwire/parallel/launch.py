@@ -23,11 +23,11 @@ LAUNCHED = "THINWIRE_LAUNCHED"
 _SHUTDOWN_SECONDS = 600
 
 
-class ReplicaFailed(ThinwireError):
+class ReplicaError(ThinwireError):
     """A replica ended with an error; the message is that error."""
 
 
-class Interrupted(ThinwireError):
+class InterruptedRunError(ThinwireError):
     """A signal ended the run, after the replicas had come to a clean stop. ``signal_number`` says which."""
 
     def __init__(self, signal_number: int) -> None:
@@ -54,9 +54,9 @@ def launch(arguments: Sequence[str], num_replicas: int, port: int) -> None:
     try:
         elastic_launch(config, sys.executable)("-m", "thinwire", *arguments)
     except ChildFailedError as error:
-        raise ReplicaFailed(_describe(*error.get_first_failure())) from None
+        raise ReplicaError(_describe(*error.get_first_failure())) from None
     except SignalException as error:
-        raise Interrupted(int(error.sigval)) from None
+        raise InterruptedRunError(int(error.sigval)) from None
 
 
 def record_error(message: str, error_file: str) -> None:

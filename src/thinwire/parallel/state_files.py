@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from thinwire.core.errors import CheckpointError
 
@@ -28,7 +29,7 @@ def write_state(state: dict[str, Any], folder: Path) -> None:
     tensors[_FACTS] = torch.frombuffer(bytearray(facts.encode()), dtype=torch.uint8)
     # Each replica writes alone (no_dist): planning together would send pickles between the replicas.
     with _alone_on_purpose():
-        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder)), no_dist=True)
+        save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder)), no_dist=True)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     if _FACTS not in tensors:
         raise CheckpointError(f"{folder} holds no state of a run")
     with _alone_on_purpose():
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+        load(tensors, storage_reader=reader, no_dist=True)
     facts = json.loads(tensors.pop(_FACTS).numpy().tobytes())
     state: dict[str, Any] = _put_tensors(facts, tensors)
     return state

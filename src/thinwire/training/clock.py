@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 STEP_PHASES = ("data", "forward and backward", "optimizer", "network")
-PHASES = (*STEP_PHASES, "evaluation", "checkpoints")
+PHASES = ("set-up", *STEP_PHASES, "evaluation", "checkpoints")
 
 
 class Clock:
@@ -23,6 +23,10 @@ class Clock:
             yield
         finally:
             self.seconds[name] += time.perf_counter() - began
+
+    def end_set_up(self) -> None:
+        """All that passed until now was set-up."""
+        self.seconds["set-up"] = self.elapsed_seconds
 
     def move(self, seconds: float, source: str, target: str) -> None:
         """Time counted as one phase was really another's."""

@@ -1,7 +1,7 @@
 """What the replicas tell each other about the run itself, about once a second: losses, waits, and the wish to stop.
 
-Losses stay where they were computed until then, so that a step never waits for a number. How often the replicas talk does not
-change what is written down: one row per step, with the mean loss over all replicas.
+Losses stay where they were computed until then, so that a step never waits for a number. How often the replicas talk does
+not change what is written down: one row per step, with the mean loss over all replicas.
 """
 
 import math
@@ -69,5 +69,7 @@ class Journal:
         losses: list[float] = table[:, _HEADER:].mean(dim=0).tolist()
         for offset, loss in enumerate(losses):
             if not math.isfinite(loss):
-                raise TrainingError(f"the loss of step {first_step + offset} is {loss}: try a smaller --lr or a longer warm-up")
+                raise TrainingError(
+                    f"the loss of step {first_step + offset} is {loss}: try a smaller --lr or a longer warm-up"
+                )
         return News(first_step, losses, bool((table[:, 0] != 0).any()))

@@ -64,7 +64,11 @@ class Run:
         checkpoint, self._state = self._find_start()
         agree(self._config, self._data, self._state.step, transport)
         self._order = Order(
-            len(self._data.train), self._config.schedule.batch, transport.replica, transport.num_replicas, self._config.run.seed
+            len(self._data.train),
+            self._config.schedule.batch,
+            transport.replica,
+            transport.num_replicas,
+            self._config.run.seed,
         )
         self._build_model(checkpoint)
         if checkpoint is not None:
@@ -73,6 +77,7 @@ class Run:
         stack.callback(self._stream.close)
         self._start_reporting(console, stack)
         self._stop = stack.enter_context(StopRequest(job.watch_parent))
+        self._clock.end_set_up()
 
     def _find_start(self) -> tuple[Path | None, RunState]:
         optimizer, num_replicas = self._config.optim.optimizer, self._transport.num_replicas
@@ -126,11 +131,15 @@ class Run:
         self._reporter = Reporter(self._config, self._job.folder, self._state.step, is_first, waits_are_known, console)
         stack.callback(self._reporter.close)
         optim = self._config.optim
-        rule = f" ({optim.update} rule, top {optim.topk} of {optim.chunk} x {optim.chunk})" if optim.optimizer == "demo" else ""
+        rule = (
+            f" ({optim.update} rule, top {optim.topk} of {optim.chunk} x {optim.chunk})" if optim.optimizer == "demo" else ""
+        )
         self._reporter.say(
             f"{self._config.model.architecture} with {num_parameters(self._model):,} parameters on {self._data.description}"
         )
-        self._reporter.say(f"{optim.optimizer}{rule}, {num_replicas} replicas on {self._device.type}, run in {self._job.folder}")
+        self._reporter.say(
+            f"{optim.optimizer}{rule}, {num_replicas} replicas on {self._device.type}, run in {self._job.folder}"
+        )
 
     def train(self) -> None:
         """Step after step, until all are taken or somebody asks to stop."""
@@ -171,7 +180,9 @@ class Run:
     def _count_step(self, step: int) -> None:
         """Count the step, and what of its time and bytes was the network's."""
         traffic = self._method.traffic.last_step
-        self._clock.move(traffic.wait_seconds, "forward and backward" if self._method.state_is_shared else "optimizer", "network")
+        self._clock.move(
+            traffic.wait_seconds, "forward and backward" if self._method.state_is_shared else "optimizer", "network"
+        )
         self._state = dataclasses.replace(
             self._state,
             step=step,

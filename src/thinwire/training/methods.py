@@ -76,49 +76,47 @@ class Decoupled:
     def __init__(self, config: OptimConfig, model: nn.Module, callable_model: nn.Module, transport: Transport) -> None:
         self.model = callable_model
         groups = _decay_groups(list(model.named_parameters()), config.weight_decay)
+        common: dict[str, Any] = {"momentum_decay": config.momentum_decay, "chunk": config.chunk, "topk": config.topk}
         if config.optimizer == "published":
-            self._optimizer = DeMo.published(
-                groups,
-                config.lr,
-                momentum_decay=config.momentum_decay,
-                chunk=config.chunk,
-                topk=config.topk,
-                transport=transport,
-            )
+            self.optimizer = DeMo.published(groups, config.lr, **common, transport=transport)
         else:
-            self._optimizer = DeMo(
+            self.optimizer = DeMo(
                 groups,
                 config.lr,
-                momentum_decay=config.momentum_decay,
-                chunk=config.chunk,
-                topk=config.topk,
+                **common,
                 update=config.update,
                 values=config.values,
                 combine=config.combine,
                 betas=(config.beta1, config.beta2),
                 transport=transport,
             )
-        self.traffic = self._optimizer.traffic
-        self._peaks = [group["lr"] for group in self._optimizer.param_groups]
+        self.traffic = self.optimizer.traffic
+        self._peaks = [group["lr"] for group in self.optimizer.param_groups]
 
     def set_lr_share(self, share: float) -> None:
-        _set_lrs([self._optimizer], [self._peaks], share)
+        """Set all learning rates."""
+        _set_lrs([self.optimizer], [self._peaks], share)
 
     def accumulating(self) -> AbstractContextManager[Any]:
+        """Hold DDP's averaging back, where there is any."""
         return nullcontext()
 
     def clip(self, largest_norm: float) -> None:
-        _clip(self._optimizer, largest_norm)
+        """Clip what `step` will see."""
+        _clip(self.optimizer, largest_norm)
 
     def step(self) -> None:
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        """Step, then drop the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        return self._optimizer.state_dict()
+        """The optimizers' own."""
+        return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], residual: str) -> None:
-        self._optimizer.load_state_dict(state, residual=residual)
+        """The optimizers' own."""
+        self.optimizer.load_state_dict(state, residual=residual)
 
 
 class Averaged:
@@ -137,27 +135,33 @@ class Averaged:
         self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers]
 
     def set_lr_share(self, share: float) -> None:
+        """Set all learning rates."""
         _set_lrs(self._optimizers, self._peaks, share)
         self.traffic.start_step()
 
     def accumulating(self) -> AbstractContextManager[Any]:
+        """Hold DDP's averaging back, where there is any."""
         return self._averaged.ddp.no_sync() if self._averaged else nullcontext()
 
     def clip(self, largest_norm: float) -> None:
+        """Clip what `step` will see."""
         if self._averaged:
             self._averaged.count_wait()
         for_all = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         _clip_parameters([parameter for group in for_all for parameter in group["params"]], largest_norm)
 
     def step(self) -> None:
+        """Step, then drop the gradients."""
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
+        """The optimizers' own."""
         return {str(place): optimizer.state_dict() for place, optimizer in enumerate(self._optimizers)}
 
     def load_state_dict(self, state: dict[str, Any], residual: str) -> None:
+        """The optimizers' own."""
         for place, optimizer in enumerate(self._optimizers):
             optimizer.load_state_dict(state[str(place)])
 

@@ -48,11 +48,7 @@ def build_model(config: TrainConfig, sizes: Sizes) -> nn.Module:
     else:
         model_config = _read_config(name)
         _check_fits(model_config, config, sizes)
-    model: nn.Module
-    if config.model.pretrained:
-        model = _load_pretrained(kind, name)
-    else:
-        model = kind.from_config(model_config)
+    model: nn.Module = _load_pretrained(kind, name) if config.model.pretrained else kind.from_config(model_config)
     if config.model.activation_checkpointing:
         model.gradient_checkpointing_enable()  # type: ignore[operator]
     return model
@@ -74,6 +70,7 @@ def num_parameters(model: nn.Module) -> int:
 def _own_config(config: TrainConfig, sizes: Sizes) -> Any:
     import transformers
 
+    kind: Any
     model, data = config.model, config.data
     if model.pretrained:
         raise TrainingError(f"pretrained needs a model folder as --architecture, got {model.architecture!r}")
@@ -93,7 +90,8 @@ def _own_config(config: TrainConfig, sizes: Sizes) -> Any:
             **_NO_SPECIAL_TOKENS,
         )
     if model.architecture == "gpt2":
-        return transformers.GPT2Config(
+        kind = transformers.GPT2Config
+        return kind(
             vocab_size=sizes.vocab_size,
             n_positions=data.sequence,
             n_embd=model.width,
@@ -116,9 +114,11 @@ _NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id"
 def _image_config(config: TrainConfig, sizes: Sizes, mlp_width: int) -> Any:
     import transformers
 
+    kind: Any
     model, data = config.model, config.data
     if model.architecture == "resnet":
-        return transformers.ResNetConfig(
+        kind = transformers.ResNetConfig
+        return kind(
             num_channels=sizes.num_channels,
             embedding_size=model.width,
             hidden_sizes=[model.width, 2 * model.width, 4 * model.width],
@@ -128,7 +128,8 @@ def _image_config(config: TrainConfig, sizes: Sizes, mlp_width: int) -> Any:
         )
     if data.image_size % model.patch_size:
         raise TrainingError(f"image_size={data.image_size} must be a multiple of patch_size={model.patch_size}")
-    return transformers.ViTConfig(
+    kind = transformers.ViTConfig
+    return kind(
         image_size=data.image_size,
         patch_size=model.patch_size,
         num_channels=sizes.num_channels,

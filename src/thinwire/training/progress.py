@@ -49,11 +49,14 @@ class Progress(Protocol):
 class Silent:
     """Nothing, for all replicas but the first."""
 
-    def update(self, status: Status) -> None: ...
+    def update(self, status: Status) -> None:
+        """Nothing."""
 
-    def say(self, text: str) -> None: ...
+    def say(self, text: str) -> None:
+        """Nothing."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Nothing."""
 
 
 class PlainLines:
@@ -64,6 +67,7 @@ class PlainLines:
         self._last_time, self._last_step = 0.0, 0
 
     def update(self, status: Status) -> None:
+        """Print, if it is time to."""
         due_by_steps = self._print_every and status.step // self._print_every > self._last_step // self._print_every
         due_by_time = not self._print_every and time.monotonic() - self._last_time >= _SECONDS_BETWEEN_LINES
         if due_by_steps or due_by_time or status.step == status.num_steps:
@@ -71,9 +75,11 @@ class PlainLines:
             self._last_time, self._last_step = time.monotonic(), status.step
 
     def say(self, text: str) -> None:
+        """A line of its own."""
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Nothing is left to do."""
 
 
 class LiveDisplay:
@@ -85,12 +91,15 @@ class LiveDisplay:
         self._live.start()
 
     def update(self, status: Status) -> None:
+        """Redraw."""
         self._live.update(_panel(status))
 
     def say(self, text: str) -> None:
+        """A line of its own."""
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def close(self) -> None:
+        """Take the display away."""
         self._live.stop()
 
 
@@ -119,7 +128,9 @@ def _facts(status: Status) -> list[tuple[str, str]]:
 
 
 def format_clock(seconds: float) -> str:
-    """Hours, minutes and seconds."""
+    """Hours, minutes and seconds, or days."""
+    if seconds >= 172_800:
+        return f"{seconds / 86_400:,.0f} days"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

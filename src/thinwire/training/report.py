@@ -34,7 +34,10 @@ def finish(outcome: Outcome, console: Console) -> None:
         (folder / "sample.txt").write_text(sample, encoding="utf-8")
         summary["sample"] = sample
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    draw_losses({outcome.state.optimizer: rows}, folder / "loss.png")
+    try:
+        draw_losses({outcome.state.optimizer: rows}, folder / "loss.png")
+    except ImportError:
+        console.print("no loss.png: the figure needs the package matplotlib", highlight=False)
     _print(summary, console, folder)
 
 
@@ -83,14 +86,14 @@ def _print(summary: dict[str, Any], console: Console, folder: Path) -> None:
 
 
 def _byte_table(summary: dict[str, Any]) -> Table:
-    table = Table(title="bytes per replica and step", title_justify="left")
-    for name in ("", "sent", "received", "all steps, both ways", "times less"):
-        table.add_column(name, justify="left" if not name else "right")
+    table = Table(title="bytes per step and replica (all-reduce: a ring)", title_justify="left")
+    for name in ("", "sent", "received", "whole run", "times as much"):
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     own = summary["sent_bytes_per_step"] + summary["received_bytes_per_step"]
     rows = [(f"this run ({summary['optimizer']})", summary["sent_bytes_per_step"], summary["received_bytes_per_step"])]
     for kind in ("float32", "bfloat16"):
         dense = summary[f"dense_{kind}_bytes_per_step"]
-        rows.append((f"{kind} ring all-reduce", dense, dense))
+        rows.append((f"{kind} all-reduce", dense, dense))
     for name, sent, received in rows:
         times = f"{(sent + received) / own:.1f}" if own else "-"
         both = format_bytes((sent + received) * summary["steps"])

@@ -17,4 +17,6 @@ def check_unchanged(saved: TrainConfig, wanted: TrainConfig) -> None:
             continue
         before, now = getattr(getattr(saved, section), name), getattr(getattr(wanted, section), name)
         if before != now:
-            raise CheckpointError(f"{name}={now!r} cannot change in a resumed run, it was {before!r}; start a new run instead")
+            raise CheckpointError(
+                f"{name}={now!r} cannot change in a resumed run, it was {before!r}; start a new run instead"
+            )

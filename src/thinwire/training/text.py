@@ -166,13 +166,14 @@ def _cached(text: bytes, tokenizer: Path, encode: Encode, cache: Path) -> Array:
     key = hashlib.sha256(hashlib.sha256(text).digest() + hashlib.sha256(tokenizer.read_bytes()).digest()).hexdigest()
     path = cache / f"{key[:32]}.npy"
     if not path.exists():
-        tokens = encode(text)
+        encoded = encode(text)
         cache.mkdir(parents=True, exist_ok=True)
         # Written aside and renamed: several replicas may do this at once, and none may read half a file.
         with tempfile.NamedTemporaryFile(dir=cache, suffix=".partial", delete=False) as file:
-            np.save(file, tokens)
+            np.save(file, encoded)
         os.replace(file.name, path)
-    return np.load(path, mmap_mode="r", allow_pickle=False)
+    tokens: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+    return tokens
 
 
 def _load_shards(config: DataConfig) -> TextData:

@@ -1,0 +1,127 @@
+"""``thinwire train --dry-run``: what a run would need, from shapes and a short test of this machine. Nothing is trained."""
+
+import math
+import time
+from collections.abc import Iterable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from thinwire.exchange.transport import SoloTransport
+from thinwire.planner.cost import DEVICES, Workload, ddp, predict, thinwire_demo
+from thinwire.planner.links import Link, format_bandwidth, format_bytes, format_seconds
+from thinwire.training.config import OptimConfig, TrainConfig
+from thinwire.training.methods import Decoupled
+from thinwire.training.models import num_parameters
+from thinwire.training.progress import format_clock
+from thinwire.training.shapes import build_on_meta, specs_of, step_flops
+
+# Training reaches about this share of the rate of a large matrix product.
+_UTILISATION = 0.4
+_BANDWIDTHS = (1e7, 1e8, 1e9, 1e10)
+_ROUND_TRIP_SECONDS = 0.01
+_DENSE_STATES = {"adamw": 2, "sgd": 1, "lion": 1, "muon": 1}
+_PROBE_EDGE = {"cpu": 512, "cuda": 4096}
+
+
+def describe(config: TrainConfig, num_replicas: int, console: Console) -> None:
+    """Print it."""
+    model = build_on_meta(config)
+    specs, count = specs_of(model), num_parameters(model)
+    device = _device(config)
+    rate = matmul_rate(device, config.model.precision)
+    share = config.schedule.batch // num_replicas
+    compute_seconds = step_flops(model, config, share) / (rate * _UTILISATION)
+    console.print(f"{config.model.architecture}: {count:,} parameters in {len(specs)} tensors", highlight=False)
+    console.print(
+        f"{config.schedule.steps:,} steps of {config.schedule.batch} examples, {share} per replica, {num_replicas} replicas",
+        highlight=False,
+    )
+    console.print(_memory_table(memory_bytes(config.optim, model, num_replicas)))
+    workload = _workload(config.optim, model, num_replicas, compute_seconds, device)
+    sent, received = workload.exchange.sent_bytes, workload.exchange.received_bytes
+    console.print(
+        f"bytes per step and replica: {format_bytes(sent)} sent, {format_bytes(received)} received", highlight=False
+    )
+    console.print(
+        f"forward and backward: about {format_seconds(compute_seconds)} per step on this {device.type}, from a matrix "
+        f"product that ran at {rate / 1e9:,.0f} GFLOP/s, of which training is taken to reach {_UTILISATION:.0%}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(_time_table(workload, config.schedule.steps))
+
+
+def memory_bytes(config: OptimConfig, model: nn.Module, num_replicas: int) -> dict[str, int]:
+    """Memory of one replica, activations and temporary tensors apart."""
+    needs = {"parameters": _bytes_of(model.parameters()), "gradients": _bytes_of(model.parameters())}
+    if config.optimizer in ("demo", "published"):
+        optimizer = Decoupled(config, model, model, SoloTransport()).optimizer
+        states = optimizer.state.values()
+        needs["momentum"] = _bytes_of(state["momentum"] for state in states)
+        needs["state of the update rule"] = _bytes_of(
+            t for state in states for name, t in state.items() if name != "momentum"
+        )
+        needs["payloads"] = optimizer.plan.payload_bytes * (num_replicas + 1)
+    else:
+        needs["optimizer state"] = needs["parameters"] * _DENSE_STATES[config.optimizer]
+    return {name: needed for name, needed in needs.items() if needed}
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def matmul_rate(device: torch.device, precision: str) -> float:
+    """Floating-point operations per second of a matrix product on this device: the best of a few."""
+    edge, dtype = _PROBE_EDGE[device.type], torch.bfloat16 if precision == "bfloat16" else torch.float32
+    matrix = torch.randn(edge, edge, device=device, dtype=dtype)
+    best = math.inf
+    for _ in range(5):
+        began = time.perf_counter()
+        float((matrix @ matrix)[0, 0])  # reading a number waits for the device
+        best = min(best, time.perf_counter() - began)
+    return 2 * edge**3 / best
+
+
+def _device(config: TrainConfig) -> torch.device:
+    use_gpu = config.launch.device != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda" if use_gpu else "cpu")
+
+
+def _workload(
+    config: OptimConfig, model: nn.Module, num_replicas: int, compute_seconds: float, device: torch.device
+) -> Workload:
+    costs, count = DEVICES["gpu" if device.type == "cuda" else "cpu"], num_parameters(model)
+    if config.optimizer not in ("demo", "published"):
+        return ddp(count, 4, "fp32", num_replicas, compute_seconds, costs)
+    plan = Decoupled(config, model, model, SoloTransport()).optimizer.plan
+    return thinwire_demo(
+        count, plan.payload_bytes, config.topk, plan.codings[0].values, num_replicas, compute_seconds, costs
+    )
+
+
+def _memory_table(needs: dict[str, int]) -> Table:
+    table = Table(title="memory of a replica, without activations", title_justify="left")
+    table.add_column("")
+    table.add_column("bytes", justify="right")
+    for name, needed in needs.items():
+        table.add_row(name, format_bytes(needed))
+    table.add_row("together", format_bytes(sum(needs.values())))
+    return table
+
+
+def _time_table(workload: Workload, steps: int) -> Table:
+    title = f"predicted times, {format_seconds(_ROUND_TRIP_SECONDS)} round trip (the model: docs/planner.md)"
+    table = Table(title=title, title_justify="left")
+    for name in ("link", "step", "of it network", "whole run"):
+        table.add_column(name, justify="right")
+    for bandwidth in _BANDWIDTHS:
+        row = predict(workload, Link(bandwidth, _ROUND_TRIP_SECONDS))
+        whole = format_clock(row.step_seconds * steps)
+        table.add_row(
+            format_bandwidth(bandwidth), format_seconds(row.step_seconds), format_seconds(row.exposed_seconds), whole
+        )
+    return table
