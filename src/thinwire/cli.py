@@ -20,25 +20,34 @@ options:
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and leave with its exit code."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+def main() -> None:
+    """The ``thinwire`` program."""
     _quieten()
-    try:
-        code = _dispatch(arguments)
-    except KeyboardInterrupt:
-        code = 130
-        print("thinwire: ended by Ctrl-C", file=sys.stderr)
-    except ModuleNotFoundError as error:
-        code = 1
-        print(f"thinwire: the commands need more packages ({error}): pip install 'thinwire[train]'", file=sys.stderr)
-    except Exception as error:  # the one place where every error ends
-        code = _report(error, "--debug" in arguments)
+    code = run(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()
     # A gloo process may abort while the interpreter takes its threads down (pytorch issue 190489); all is written by now.
     os._exit(code)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command; returns the exit code."""
+    arguments = list(arguments)
+    try:
+        return _dispatch(arguments)
+    except KeyboardInterrupt:
+        print("thinwire: ended by Ctrl-C", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except ModuleNotFoundError as error:
+        print(f"thinwire: the commands need more packages ({error}): pip install 'thinwire[train]'", file=sys.stderr)
+        return 1
+    except Exception as error:  # the one place where every error ends
+        return _report(error, "--debug" in arguments)
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -1,7 +1,7 @@
 """``thinwire plan``: which settings fit a link, before anything is trained."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from thinwire.exchange.plan import TensorSpec
 from thinwire.planner import Link, make_report, parse_bandwidth, parse_seconds, tensors_from_count
 from thinwire.training import recipes
-from thinwire.training.config import ModelConfig, TrainConfig
+from thinwire.training.config import DataConfig, ModelConfig, TrainConfig
 from thinwire.training.errors import TrainingError
 
 _COUNT = re.compile(r"([\d_.]+)\s*([kKmMbBgG]?)")
@@ -93,4 +93,5 @@ def tensors_of(model: str) -> tuple[TensorSpec, ...]:
             f"model={model!r} is neither a recipe ({', '.join(recipes.RECIPES)}), nor a model folder or config.json that "
             "exists, nor a number of parameters such as 320M"
         )
-    return tuple(specs_of(build_on_meta(replace(TrainConfig(), model=ModelConfig(architecture=model)))))
+    config = TrainConfig(model=ModelConfig(architecture=model), data=DataConfig(sequence=1))
+    return tuple(specs_of(build_on_meta(config)))

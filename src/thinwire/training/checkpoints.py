@@ -78,12 +78,14 @@ class Checkpoints:
     ) -> None:
         replica = self._transport.replica
         own = partial / f"replica-{replica}"
-        own.mkdir(parents=True, exist_ok=True)
+        folders = (own, partial / "model") if replica == 0 else (own,)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed here
+        own.mkdir(parents=True)
         (own / "run.json").write_text(json.dumps(asdict(run), indent=1) + "\n")
         write_state(state(), own / "state")
         if replica == 0:
             write_model(partial / "model")
-        folders = (own, partial / "model") if replica == 0 else (own,)
         written = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
         facts = {path.relative_to(partial).as_posix(): _fingerprint(path) for path in written}
         (partial / f"files-{replica}.json").write_text(json.dumps(facts, indent=1) + "\n")
@@ -112,6 +114,12 @@ class Checkpoints:
         for old in self._folder.glob("step-*"):
             if old.name not in kept:
                 shutil.rmtree(old, ignore_errors=True)
+
+    def clean(self) -> None:
+        """Remove what a killed run left half-written; before any replica saves."""
+        if self._is_first_here:
+            for left in (*self._folder.glob("*.partial"), *self._folder.glob("*.new-*")):
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
 
     def load_run(self) -> tuple[Path, RunState]:
         """The last checkpoint, and where the run was."""

@@ -61,6 +61,7 @@ class Run:
         self._clock = Clock()
         self._data = load_data(self._config)
         self._checkpoints = Checkpoints(job.folder, transport, job.place.local_replica)
+        self._checkpoints.clean()
         checkpoint, self._state = self._find_start()
         agree(self._config, self._data, self._state.step, transport)
         self._order = Order(

@@ -18,7 +18,7 @@ def quickstart(optimizer: str) -> TrainConfig:
     return TrainConfig(
         model=ModelConfig(architecture="llama", layers=4, width=128, heads=4, mlp_width=384),
         data=DataConfig(dataset="stdlib", sequence=128),
-        optim=_optim(optimizer, demo=OptimConfig(lr=1e-2, update="muon", topk=64, momentum_decay=0.99)),
+        optim=_optim(optimizer, demo=OptimConfig(lr=4e-2, update="muon", topk=64, momentum_decay=0.95)),
         schedule=ScheduleConfig(steps=400, batch=32, warmup_steps=20),
         run=RunConfig(eval_every=50, eval_examples=128, checkpoint_every=200),
     )
@@ -29,7 +29,7 @@ def gpt_small(optimizer: str) -> TrainConfig:
     return TrainConfig(
         model=ModelConfig(architecture="llama", layers=8, width=512, heads=8, mlp_width=1408, precision="bfloat16"),
         data=DataConfig(dataset="stdlib", sequence=256),
-        optim=_optim(optimizer, demo=OptimConfig(lr=2e-2, update="muon", topk=64, momentum_decay=0.99)),
+        optim=_optim(optimizer, demo=OptimConfig(lr=2e-2, update="muon", topk=64, momentum_decay=0.95)),
         schedule=ScheduleConfig(steps=1000, batch=128, warmup_steps=50),
         run=RunConfig(eval_every=100, eval_examples=512, checkpoint_every=500),
     )
@@ -82,14 +82,14 @@ def _paper(width: int, optimizer: str) -> TrainConfig:
     )
 
 
-# Leads for models of these sizes, not tuned per recipe.
-_LEARNING_RATES = {"adamw": 2e-3, "sgd": 1e-1, "muon": 1e-2, "lion": 3e-4, "published": 1e-3}
+# For the sizes of quickstart and gpt-small; those of adamw and muon are the best of a few that were tried there.
+_LEARNING_RATES = {"adamw": 1e-3, "sgd": 1e-1, "muon": 4e-3, "lion": 3e-4, "published": 1e-3}
 
 
 def _optim(optimizer: str, demo: OptimConfig, tuned: dict[str, OptimConfig] | None = None) -> OptimConfig:
     if optimizer == "demo":
         return demo
-    base = (tuned or {}).get(optimizer) or replace(demo, lr=_LEARNING_RATES[optimizer], update="sign")
+    base = (tuned or {}).get(optimizer) or replace(demo, lr=_LEARNING_RATES[optimizer], update="sign", beta2=0.99)
     if optimizer == "published":
         base = replace(base, topk=32, momentum_decay=0.999, update="sign")
     return replace(base, optimizer=optimizer)  # type: ignore[arg-type]

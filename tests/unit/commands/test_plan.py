@@ -1,0 +1,78 @@
+"""``thinwire plan``: where its shapes come from, what it prints, and what it refuses."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from thinwire.cli import run
+from thinwire.commands.plan import tensors_of
+from thinwire.training.errors import TrainingError
+from thinwire.training.models import Sizes, build_model
+from thinwire.training.recipes import build
+
+
+def count(model: str) -> int:
+    return sum(math.prod(spec.shape) for spec in tensors_of(model))
+
+
+def test_models_by_recipe_folder_and_number(tmp_path: Path) -> None:
+    assert count("paper-1b") == 1_176_764_416
+    model = build_model(build("quickstart"), Sizes(vocab_size=256))
+    model.save_pretrained(tmp_path)
+    assert count(str(tmp_path)) == count(str(tmp_path / "config.json")) == count("quickstart") == 885_888
+    assert count("320M") == pytest.approx(320e6, rel=0.01)
+    assert count("1.2B") == pytest.approx(1.2e9, rel=0.01)
+    with pytest.raises(TrainingError, match="is neither a recipe"):
+        tensors_of("no-such-model")
+    with pytest.raises(TrainingError, match="is not a number of parameters"):
+        tensors_of("1.2.3M")
+
+
+def test_the_command_prints_a_table_an_advice_and_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figure = tmp_path / "plan.png"
+    arguments = [
+        "plan",
+        "gpt-small",
+        "--replicas",
+        "4",
+        "--bandwidth",
+        "10Mbit",
+        "--round-trip",
+        "20ms",
+        "--compute",
+        "0.5s",
+    ]
+    assert run([*arguments, "--figure", str(figure)]) == 0
+    out = capsys.readouterr().out
+    for words in ("DDP AdamW, fp32", "published DeMo", "Thinwire DeMo, k=64, sign", "Take DeMo with topk=", "efficiency"):
+        assert words in " ".join(out.split())
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["320M", "--compute", "fast"], "--compute"),
+        (["320M", "--compute", "1s", "--bandwidth", "-3"], "--bandwidth"),
+        (["320M", "--compute", "1s", "--round-trip", "1 week"], "--round-trip"),
+        (["320M", "--compute", "1s", "--replicas", "0"], "num_replicas"),
+        (["320M", "--compute", "1s", "--values", "int9"], "values='int9'"),
+        (["nowhere", "--compute", "1s"], "model='nowhere'"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", *arguments]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("thinwire: ")
+    assert words in line
+
+
+def test_the_program_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("thinwire 0.")
+    assert run(["--help"]) == 0
+    assert "train [RECIPE]" in capsys.readouterr().out
+    assert run([]) == 2
+    assert run(["trian"]) == 2
+    assert "there is no command 'trian'; there are train, plan" in capsys.readouterr().err

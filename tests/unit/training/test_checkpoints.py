@@ -1,0 +1,170 @@
+"""Checkpoints are there whole or not at all, and say what is wrong with them."""
+
+import dataclasses
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thinwire.core.errors import CheckpointError
+from thinwire.exchange.loopback import run_replicas
+from thinwire.exchange.transport import SoloTransport, Transport
+from thinwire.parallel.state_files import read_state, write_state
+from thinwire.training.checkpoints import Checkpoints, RunState, check_files, find_last
+
+RUN = RunState(10, 320, 1, "demo", 2.5, 2.5, 1.0, 100, 100)
+
+
+def state() -> dict[str, Any]:
+    return {"momentum": torch.arange(6.0), "random": torch.get_rng_state()}
+
+
+def write_model(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+
+
+def save(folder: Path, step: int = 10, best: bool = False, transport: Transport | None = None) -> Path:
+    run = dataclasses.replace(RUN, step=step)
+    checkpoints = Checkpoints(folder, transport or SoloTransport(), transport.replica if transport else 0)
+    return checkpoints.save(run, state, write_model, best)
+
+
+def test_states_survive_files_bit_by_bit(tmp_path: Path) -> None:
+    model = torch.nn.Linear(70, 9)
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    model(torch.randn(3, 70)).sum().backward()
+    optimizer.step()
+    before = {
+        "optimizer": optimizer.state_dict(),
+        "none": None,
+        "empty": torch.empty(0, 3),
+        "halves": torch.randn(5).bfloat16(),
+        "doubles": torch.randn(2, 2, dtype=torch.float64),
+        "number": 0.1 + 0.2,
+        "strided": torch.randn(4, 6).t(),
+        "random": torch.get_rng_state(),
+    }
+    write_state(before, tmp_path / "state")
+    after = read_state(tmp_path / "state")
+    assert after.keys() == before.keys()
+    for name in ("empty", "halves", "doubles", "strided", "random"):
+        assert torch.equal(after[name], before[name])
+        assert after[name].dtype == before[name].dtype
+    assert (after["none"], after["number"]) == (None, 0.1 + 0.2)
+    for number, tensors in before["optimizer"]["state"].items():
+        for name, tensor in tensors.items():
+            assert torch.equal(after["optimizer"]["state"][number][name], tensor)
+    assert not any(path.read_bytes()[:2] == b"\x80\x04" for path in (tmp_path / "state").iterdir())  # no pickle
+
+
+def test_last_and_best_are_kept_and_nothing_else(tmp_path: Path) -> None:
+    for step, best in ((10, True), (20, True), (30, False), (40, False)):
+        save(tmp_path, step, best)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["best", "last", "step-000020", "step-000040"]
+    assert os.readlink(tmp_path / "checkpoints" / "best") == "step-000020"
+    checkpoint, run = find_last(tmp_path)
+    assert (checkpoint.name, run.step, run.position) == ("step-000040", 40, 320)
+    loaded = Checkpoints(tmp_path, SoloTransport(), 0).load_state(checkpoint, 0)
+    assert torch.equal(loaded["momentum"], torch.arange(6.0))
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+
+    def no_space(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "half").write_bytes(b"x")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(CheckpointError, match=r"step 20: replica 0 could not write .*No space left on device"):
+        Checkpoints(tmp_path, SoloTransport(), 0).save(dataclasses.replace(RUN, step=20), state, no_space, True)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["last", "step-000010"]
+    assert find_last(tmp_path)[1].step == 10
+
+
+def test_one_replica_without_space_is_named_on_all(tmp_path: Path) -> None:
+    def work(transport: Transport) -> str:
+        save(tmp_path, 10, transport=transport)
+
+        def own_state() -> dict[str, Any]:
+            if transport.replica == 1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return state()
+
+        checkpoints = Checkpoints(tmp_path, transport, transport.replica)
+        with pytest.raises(CheckpointError) as error:
+            checkpoints.save(dataclasses.replace(RUN, step=20), own_state, write_model, False)
+        return str(error.value)
+
+    messages = run_replicas(work, 2)
+    assert messages[0] == messages[1]
+    assert "replica 1 could not write" in messages[0]
+    assert find_last(tmp_path)[1].step == 10
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_checkpoint_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
+    partial = tmp_path / "checkpoints" / "step-000010.partial"
+    (partial / "replica-0" / "state").mkdir(parents=True)
+    (partial / "replica-0" / "state" / "rubbish").write_text("from a killed process")
+    save(tmp_path, 10)
+    (tmp_path / "checkpoints" / "step-000020.partial" / "replica-7").mkdir(parents=True)
+    Checkpoints(tmp_path, SoloTransport(), 0).clean()
+    assert not list(tmp_path.rglob("*.partial"))
+    checkpoint, _ = find_last(tmp_path)
+    assert not list(tmp_path.rglob("rubbish"))
+    check_files(checkpoint, "replica-0", "model")
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_damaged_files_are_refused(damage: str, tmp_path: Path) -> None:
+    checkpoint = save(tmp_path)
+    path = next((checkpoint / "replica-0" / "state").glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    if damage == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(content if damage == "flip" else content[:-1])
+    words = "is missing: the checkpoint is not whole" if damage == "remove" else "is damaged: its length or SHA-256"
+    with pytest.raises(CheckpointError, match=words):
+        Checkpoints(tmp_path, SoloTransport(), 0).load_state(checkpoint, 0)
+
+
+def test_foreign_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"checkpoints/last is missing"):
+        find_last(tmp_path)
+    checkpoint = save(tmp_path)
+    with pytest.raises(CheckpointError, match="has no state of replica-3"):
+        Checkpoints(tmp_path, SoloTransport(), 0).load_state(checkpoint, 3)
+    facts = json.loads((checkpoint / "replica-0" / "run.json").read_text())
+    (checkpoint / "replica-0" / "run.json").write_text(json.dumps({**facts, "step": 99}))
+    with pytest.raises(CheckpointError, match=r"run\.json is damaged"):
+        find_last(tmp_path)
+    (checkpoint / "files-0.json").unlink()
+    with pytest.raises(CheckpointError, match="so this is no checkpoint of thinwire"):
+        find_last(tmp_path)
+    for path in checkpoint.glob("replica-0/run.json"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match=r"holds no replica's run\.json"):
+        find_last(tmp_path)
+
+
+def test_replicas_on_machines_of_their_own(tmp_path: Path) -> None:
+    """Without a shared disk each machine has its own folder, with what its replicas need."""
+
+    def work(transport: Transport) -> int:
+        folder = tmp_path / f"machine-{transport.replica}"
+        checkpoints = Checkpoints(folder, transport, 0)
+        checkpoints.save(RUN, lambda: {"own": torch.tensor(transport.replica)}, write_model, True)
+        checkpoint, run = checkpoints.load_run()
+        assert run.step == 10
+        return int(checkpoints.load_state(checkpoint, transport.replica)["own"])
+
+    assert run_replicas(work, 2) == [0, 1]

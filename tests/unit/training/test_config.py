@@ -1,0 +1,150 @@
+"""Configurations: files, flags, recipes and their checks."""
+
+import dataclasses
+import inspect
+from pathlib import Path
+
+import pytest
+import tyro
+
+from thinwire.commands import train
+from thinwire.core.errors import CheckpointError
+from thinwire.training import config as config_module
+from thinwire.training import recipes
+from thinwire.training.config import ScheduleConfig, TrainConfig, all_fields, check
+from thinwire.training.config_file import as_toml, override, read_file
+from thinwire.training.errors import TrainingError
+
+
+def test_names_are_unique_and_explained() -> None:
+    names = [setting.name for _, setting in all_fields()]
+    assert len(names) == len(set(names)) > 40
+    source = inspect.getsource(config_module)
+    for name in names:
+        following = source.split(f"    {name}: ", 1)[1].split("\n", 2)[1]
+        assert following.strip().startswith('"""'), f"{name} has no help text"
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+@pytest.mark.parametrize("optimizer", recipes.OPTIMIZERS)
+def test_every_recipe_is_valid_and_survives_a_file(name: str, optimizer: str, tmp_path: Path) -> None:
+    config = recipes.build(name, optimizer)
+    check(config, 2)
+    assert config.optim.optimizer == optimizer
+    (tmp_path / "run.toml").write_text(as_toml(config))
+    assert override(TrainConfig(), read_file(tmp_path / "run.toml"), "file") == config
+
+
+def test_paper_recipes_have_the_papers_figures() -> None:
+    for name, width in (("paper-300m", 1024), ("paper-1b", 2048)):
+        config = recipes.build(name)
+        assert (config.model.architecture, config.model.layers, config.model.width) == ("olmo", 16, width)
+        assert (config.data.sequence, config.schedule.batch) == (2048, 2048)
+        schedule, optim = config.schedule, config.optim
+        assert (schedule.schedule, schedule.warmup_steps, schedule.final_lr_share) == ("cosine", 250, 0.1)
+        assert (optim.lr, optim.momentum_decay, optim.topk, optim.chunk, optim.clip) == (4e-4, 0.999, 32, 64, 1.0)
+        assert 99e9 < config.schedule.steps * config.schedule.batch * config.data.sequence < 101e9
+
+
+def test_yaml_and_toml_say_the_same(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("lr: 4e-4\nsteps: 7\ncompile: true\nupdate: lion\n")
+    (tmp_path / "a.toml").write_text('lr = 4e-4\nsteps = 7\ncompile = true\nupdate = "lion"\n')
+    both = [override(TrainConfig(), read_file(tmp_path / name), name) for name in ("a.yaml", "a.toml")]
+    assert both[0] == both[1]
+    assert (both[0].optim.lr, both[0].schedule.steps, both[0].model.compile, both[0].optim.update) == (4e-4, 7, True, "lion")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("topkk = 3", "no setting 'topkk'; did you mean 'topk'"),
+        ("topk = 'many'", "topk must be a whole number, got 'many'"),
+        ("topk = 3.5", "topk must be a whole number, got 3.5"),
+        ("compile = 1", "compile must be true or false, got 1"),
+        ("lr = 'fast'", "lr must be a number, got 'fast'"),
+        ("dataset = 3", "dataset must be a text in quotes, got 3"),
+        ("optimizer = 'adam'", "optimizer='adam' is not one of adamw"),
+        ("topk = ", "is not valid TOML"),
+    ],
+)
+def test_bad_files_are_refused_by_name(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text(text)
+    with pytest.raises((TrainingError, ValueError), match=words.replace("(", r"\(")):
+        override(TrainConfig(), read_file(tmp_path / "bad.toml"), "bad.toml")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="No such file"):
+        read_file(tmp_path / "missing.toml")
+    with pytest.raises(TrainingError, match=r"must end in \.toml, \.yaml"):
+        read_file(tmp_path / "run.json")
+    (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
+    with pytest.raises(TrainingError, match="expected keys and values, got list"):
+        read_file(tmp_path / "list.yaml")
+    (tmp_path / "broken.yaml").write_text("a: [1,\n")
+    with pytest.raises(TrainingError, match="is not valid YAML"):
+        read_file(tmp_path / "broken.yaml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "replicas", "words"),
+    [
+        ({"batch": 33}, 2, "batch=33 cannot be divided among 2 replicas"),
+        ({"batch": 2}, 4, "batch=2 cannot be divided among 4 replicas"),
+        ({"batch": 32, "micro_batch": 5}, 2, "micro_batch=5 does not divide a replica's share of 16"),
+        ({"steps": 0}, 1, "steps must be an integer >= 1, got 0"),
+        ({"lr": -1.0}, 1, "lr must be a finite number"),
+        ({"momentum_decay": 1.5}, 1, "momentum_decay must be a finite number from 0.0 to 1.0"),
+        ({"values": "int9"}, 1, "values='int9' is not one of"),
+        ({"validation": 0.0}, 1, "validation must be"),
+    ],
+)
+def test_values_that_cannot_work(changes: dict[str, object], replicas: int, words: str) -> None:
+    config = override(TrainConfig(), changes, "test")
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        check(config, replicas)
+
+
+def test_flags_weigh_more_than_the_file_and_the_file_more_than_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('recipe = "vit"\nlr = 0.5\nsteps = 9\n')
+    asked = train.parse(["--config", str(tmp_path / "run.toml"), "--steps", "3"])
+    assert (asked.settings.model.architecture, asked.settings.optim.lr, asked.settings.schedule.steps) == ("vit", 0.5, 3)
+
+
+def test_another_optimizer_brings_its_own_learning_rate() -> None:
+    assert train.parse(["quickstart", "--optimizer", "adamw"]).settings == recipes.build("quickstart", "adamw")
+    assert train.parse(["quickstart", "--optimizer=adamw", "--lr", "0.5"]).settings.optim.lr == 0.5
+
+
+def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train.parse(["--help"])
+    text = capsys.readouterr().out
+    for _, setting in all_fields():
+        assert f"--{setting.name.replace('_', '-')}" in text
+
+
+def test_wrong_flags_name_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train.parse(["quickstart", "--topkk", "3"])
+    assert "--topk" in capsys.readouterr().err
+    with pytest.raises(TrainingError, match="did you mean 'quickstart'"):
+        train.parse(["quikstart"])
+
+
+def test_what_may_change_in_a_resumed_run(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(as_toml(recipes.build("quickstart")))
+    assert train.parse(["--resume", str(tmp_path), "--steps", "900"]).settings.schedule.steps == 900
+    for flags in (["--batch", "64"], ["--layers", "2"], ["--optimizer", "adamw"], ["--seed", "3"]):
+        with pytest.raises(CheckpointError, match=r"cannot change in a resumed run"):
+            train.parse(["--resume", str(tmp_path), *flags])
+    with pytest.raises(TrainingError, match="leave the recipe 'vit' out"):
+        train.parse(["vit", "--resume", str(tmp_path)])
+    with pytest.raises(CheckpointError, match="this is not a run folder"):
+        train.parse(["--resume", str(tmp_path / "nowhere")])
+
+
+def test_configurations_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ScheduleConfig().steps = 3  # type: ignore[misc]
+    assert tyro.cli(TrainConfig, args=[]) == TrainConfig()

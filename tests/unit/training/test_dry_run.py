@@ -1,0 +1,52 @@
+"""The dry run's figures are those of the real thing."""
+
+import io
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from thinwire.exchange.transport import SoloTransport
+from thinwire.training.dry_run import describe, matmul_rate, memory_bytes
+from thinwire.training.methods import Decoupled
+from thinwire.training.models import Sizes, build_model
+from thinwire.training.recipes import build
+from thinwire.training.shapes import build_on_meta
+
+
+@pytest.mark.parametrize("update", ["sign", "adamw"])
+def test_memory_is_that_of_the_real_optimizer(update: str) -> None:
+    config = build("quickstart")
+    config = replace(config, optim=replace(config.optim, update=update))
+    model = build_model(config, Sizes(vocab_size=256))
+    optimizer = Decoupled(config.optim, model, model, SoloTransport()).optimizer
+    held = sum(tensor.nbytes for state in optimizer.state.values() for tensor in state.values())
+    needs = memory_bytes(config.optim, build_on_meta(config), 4)
+    assert needs["parameters"] == sum(parameter.nbytes for parameter in model.parameters())
+    assert needs["momentum"] + needs.get("state of the update rule", 0) == held
+    assert needs["payloads"] == 5 * optimizer.plan.payload_bytes
+
+
+@pytest.mark.parametrize(("optimizer", "copies"), [("adamw", 2), ("sgd", 1)])
+def test_memory_of_the_others(optimizer: str, copies: int) -> None:
+    config = build("quickstart", optimizer)
+    needs = memory_bytes(config.optim, build_on_meta(config), 2)
+    assert needs["optimizer state"] == copies * needs["parameters"]
+
+
+@pytest.mark.parametrize("name", ["quickstart", "vit"])
+@pytest.mark.parametrize("optimizer", ["demo", "adamw"])
+def test_it_says_what_a_run_would_need(name: str, optimizer: str) -> None:
+    out = io.StringIO()
+    describe(build(name, optimizer), 2, Console(file=out, width=120))
+    text = out.getvalue()
+    assert re.search(r"[\d,]+ parameters in \d+ tensors", text)
+    assert "bytes per step and replica" in text
+    assert text.count("bit/s") == 4
+    assert re.search(r"together\s*│\s*[\d.]+ [kM]B", text)
+
+
+def test_the_rate_of_a_matrix_product_is_a_rate() -> None:
+    assert 1e8 < matmul_rate(torch.device("cpu"), "float32") < 1e15

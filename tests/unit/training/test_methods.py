@@ -1,0 +1,97 @@
+"""Every optimizer trains with the same loop; schedules and groups are what they say."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from thinwire.exchange.loopback import run_replicas
+from thinwire.exchange.transport import SoloTransport, Transport
+from thinwire.training.config import OptimConfig, ScheduleConfig
+from thinwire.training.methods import Averaged, Decoupled, Method, build_method, lr_share
+from thinwire.training.recipes import OPTIMIZERS
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 20))
+
+
+def train(method: Method, num_steps: int, seed: int = 0) -> list[float]:
+    losses = []
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(num_steps):
+        tokens = torch.randint(0, 20, (64,), generator=generator)
+        method.set_lr_share(1.0)
+        loss = nn.functional.cross_entropy(method.model(tokens), (tokens + 1) % 20)
+        loss.backward()
+        method.clip(1.0)
+        method.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_learns_and_resumes(optimizer: str) -> None:
+    lr = {"sgd": 1.0, "muon": 1e-2, "adamw": 1e-2}.get(optimizer, 3e-3)
+    config = OptimConfig(optimizer=optimizer, lr=lr, weight_decay=0.01, chunk=16, topk=8)  # type: ignore[arg-type]
+    model = net()
+    method = build_method(config, model, model, SoloTransport())
+    losses = train(method, 60)
+    assert losses[-1] < 0.7 * losses[0]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    copy = net(1)
+    copy.load_state_dict(model.state_dict())
+    other = build_method(config, copy, copy, SoloTransport())
+    other.load_state_dict(deepcopy(method.state_dict()), "exact")
+    assert train(method, 5, seed=9) == train(other, 5, seed=9)
+
+
+def test_only_matrices_decay() -> None:
+    model = net()
+    for config in (OptimConfig(weight_decay=0.1), OptimConfig(optimizer="adamw", weight_decay=0.1)):
+        method = build_method(config, model, model, SoloTransport())
+        groups = method.optimizer.param_groups if isinstance(method, Decoupled) else method._optimizers[0].param_groups
+        decays = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
+        assert decays == {id(p): 0.1 if p.dim() >= 2 else 0.0 for p in model.parameters()}
+
+
+def test_muon_takes_the_hidden_matrices_only() -> None:
+    model = net()
+    method = build_method(OptimConfig(optimizer="muon"), model, model, SoloTransport())
+    assert isinstance(method, Averaged)
+    muon, adamw = method._optimizers
+    assert [p is model[1].weight for group in muon.param_groups for p in group["params"]] == [True]
+    assert sum(len(group["params"]) for group in adamw.param_groups) == 6
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_the_schedule_rises_falls_and_ends_where_it_should(schedule: str) -> None:
+    config = ScheduleConfig(steps=100, warmup_steps=10, schedule=schedule, final_lr_share=0.1)  # type: ignore[arg-type]
+    shares = [lr_share(config, step) for step in range(100)]
+    assert shares[0] == 0.1
+    assert shares[9] == shares[10] == 1.0
+    assert shares[:10] == sorted(shares[:10])
+    assert shares[10:] == sorted(shares[10:], reverse=True)
+    assert shares[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+    if schedule == "cosine":
+        assert lr_share(config, 99) < lr_share(config, 55) == pytest.approx(0.1 + 0.9 * 0.5, abs=0.01)
+
+
+def test_without_warmup_and_with_a_short_run() -> None:
+    assert lr_share(ScheduleConfig(steps=1, warmup_steps=0), 0) == 1.0
+    assert lr_share(ScheduleConfig(steps=2, warmup_steps=10), 1) == 0.2
+
+
+def test_replicas_with_demo_stay_equal() -> None:
+    def work(transport: Transport) -> list[torch.Tensor]:
+        model = net(0)
+        method = build_method(OptimConfig(lr=3e-3, chunk=16, topk=8), model, model, transport)
+        train(method, 10, seed=transport.replica)
+        assert method.traffic.last_step.sent_bytes > 0
+        assert method.traffic.total.wait_seconds >= method.traffic.last_step.wait_seconds > 0
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    first, second = run_replicas(work, 2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
