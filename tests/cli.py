@@ -1,11 +1,14 @@
 """Run the ``thinwire`` program as a user does: as a process, in a terminal of its own, with signals."""
 
+import contextlib
+import fcntl
 import os
 import pty
 import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +39,7 @@ class Terminal:
             stdin=child,
             stdout=child,
             stderr=child,
-            preexec_fn=lambda: (os.setsid(), __import__("fcntl").ioctl(child, 0x540E, 0)),
+            preexec_fn=lambda: (os.setsid(), fcntl.ioctl(child, termios.TIOCSCTTY, 0)),
             env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "130", "LINES": "40"},
         )
         os.close(child)
@@ -90,7 +93,5 @@ def children_of(pid: int) -> list[int]:
 def kill_all(pid: int) -> None:
     """kill -9 for a process and all it has started, as when a machine loses power."""
     for victim in [pid, *children_of(pid)]:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
-        except ProcessLookupError:
-            pass

@@ -17,19 +17,8 @@ from transformers import AutoModelForCausalLM
 from tests.cli import PROGRAM, TINY, Terminal, children_of, kill_all, thinwire
 
 STEPS = 24
-RUN = [
-    "train",
-    "quickstart",
-    "--replicas",
-    "2",
-    *TINY,
-    "--steps",
-    str(STEPS),
-    "--eval-every",
-    "8",
-    "--checkpoint-every",
-    "6",
-]
+ONE = ["train", "quickstart", *TINY, "--steps", str(STEPS), "--eval-every", "8", "--checkpoint-every", "6"]
+RUN = [*ONE, "--replicas", "2"]
 
 
 def losses(folder: Path) -> list[tuple[str, int, float]]:
@@ -98,9 +87,8 @@ def test_a_run_tells_and_leaves_all_it_should(reference: Reference) -> None:
 
 
 def test_the_same_seed_gives_the_same_run_also_by_torchrun(reference: Reference, tmp_path: Path) -> None:
-    arguments = [argument for argument in RUN if argument not in ("--replicas", "2")]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "thinwire"]
-    done = thinwire(*arguments, "--out", "run", cwd=tmp_path, under=torchrun)
+    done = thinwire(*ONE, "--out", "run", cwd=tmp_path, under=torchrun)
     assert done.returncode == 0, done.stdout + done.stderr
     assert_same_run(reference[0], tmp_path / "run")
 
@@ -185,10 +173,9 @@ def test_a_replica_that_dies_is_named_on_one_line(tmp_path: Path) -> None:
     assert line == f"thinwire: replica {rank[1]} was killed by SIGKILL"
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_optimizers_over_ddp_resume_too(optimizer: str, tmp_path: Path) -> None:
+def test_an_optimizer_over_ddp_resumes_too(tmp_path: Path) -> None:
     # A schedule that does not depend on the number of steps, so that the first part is a part of the whole.
-    run = [*RUN, "--optimizer", optimizer, "--schedule", "constant", "--eval-every", "100", "--checkpoint-every", "0"]
+    run = [*RUN, "--optimizer", "adamw", "--schedule", "constant", "--eval-every", "100", "--checkpoint-every", "0"]
     for name, steps in (("whole", "9"), ("halves", "5")):
         done = thinwire(*run, "--steps", steps, "--out", name, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr

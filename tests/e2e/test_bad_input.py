@@ -1,0 +1,209 @@
+"""Whatever is wrong: one clear line, an exit code that is not 0, no traceback, and nothing half-written."""
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from tests.cli import PROGRAM, TINY, thinwire
+from thinwire.cli import run
+
+TRAIN = ["train", "quickstart", *TINY, "--steps", "3", "--eval-every", "3"]
+
+
+def line_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run in this process, expect failure, and return its one line."""
+    assert run(arguments) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("thinwire: ")
+    return line
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--dataset", "nowhere.txt"], "dataset='nowhere.txt': there is no such file or folder"),
+        (["--dataset", "empty.txt"], "dataset='empty.txt' holds no text"),
+        (["--dataset", "short.txt"], "one example needs 33; take more text, a shorter --sequence"),
+        (["--dataset", "some.txt", "--batch", "512"], "the training data has 59 examples, a step of all replicas needs 512"),
+        (["--dataset", "some.txt", "--tokenizer", "some.txt"], "tokenizer='some.txt' is not a tokenizer.json"),
+        (["--dataset", "some.txt", "--architecture", "folder"], "architecture='folder' is not a model folder"),
+        (["--architecture", "lama"], "did you mean 'llama'?"),
+        (["--heads", "3"], "width=64 must be a multiple of heads=3"),
+        (["--config", "nowhere.toml"], "--config nowhere.toml: No such file or directory"),
+        (
+            ["--config", "typo.toml"],
+            "--config typo.toml: there is no setting 'momentum_decai'; did you mean 'momentum_decay'?",
+        ),
+        (["--resume", "nowhere"], "leave the recipe 'quickstart' out"),
+        (["--device", "cuda"], "device=cuda, but torch sees no CUDA device here"),
+        (["--lr", "1e6", "--warmup-steps", "0", "--optimizer", "sgd", "--clip", "0"], "try a smaller --lr"),
+        (["--wandb", "project"], "needs the package wandb"),
+    ],
+)
+def test_one_line_says_what_is_wrong(
+    arguments: list[str], words: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    (here / "empty.txt").write_text("")
+    (here / "short.txt").write_text("too short")
+    (here / "some.txt").write_text("some text\n" * 200)
+    (here / "typo.toml").write_text("momentum_decai = 0.9\n")
+    (here / "folder").mkdir()
+    assert words in line_of([*TRAIN, "--out", "run", *arguments], capsys)
+    assert not list(here.rglob("*.safetensors"))
+
+
+def test_debug_shows_where(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*TRAIN, "--dataset", "nowhere.txt", "--debug"]) == 1
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_does_not_fit_the_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*TRAIN, "--out", "first"]) == 0
+    Tokenizer(models.WordLevel({f"w{number}": number for number in range(999)}, unk_token="w0")).save("tokenizer.json")
+    capsys.readouterr()
+    model = str(here / "first" / "checkpoints" / "last" / "model")
+    (here / "some.txt").write_text("w1 w2\n" * 2000)
+    fit = ["--architecture", model, "--tokenizer", "tokenizer.json", "--dataset", "some.txt"]
+    assert "has 1024 tokens, the model" in line_of([*TRAIN, *fit, "--out", "second"], capsys)
+
+
+def test_run_folders_and_checkpoints(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*TRAIN, "--out", "run"]) == 0
+    capsys.readouterr()
+    assert "already holds a run: go on with --resume run" in line_of([*TRAIN, "--out", "run"], capsys)
+    assert "is at its last step, 3; --steps can add more" in line_of(["train", "--resume", "run"], capsys)
+    more = ["train", "--resume", "run", "--steps", "5"]
+    assert "cannot change in a resumed run" in line_of([*more, "--width", "32"], capsys)
+    state = next((here / "run" / "checkpoints" / "last" / "replica-0" / "state").glob("*.safetensors"))
+    whole = state.read_bytes()
+    state.write_bytes(whole[:-7] + b"damaged")
+    assert "is damaged: its length or SHA-256 is not what was written" in line_of(more, capsys)
+    state.write_bytes(whole)
+    assert run(more) == 0
+    capsys.readouterr()
+    (here / "run" / "checkpoints" / "last").unlink()
+    assert "there is no checkpoint in this folder" in line_of(["train", "--resume", "run", "--steps", "9"], capsys)
+    (here / "other").mkdir()
+    assert "this is not a run folder" in line_of(["train", "--resume", "other"], capsys)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """The operating system refuses to write more than 100 kB into a file: as a full disk would, in the middle of one."""
+    good = thinwire(*TRAIN, "--out", "run", cwd=tmp_path)
+    assert good.returncode == 0, good.stderr
+    before = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    done = subprocess.run(
+        [*PROGRAM, "train", "--resume", "run", "--steps", "6"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("thinwire: no checkpoint at step 6: replica 0 could not write run/checkpoints: ")
+    assert "File too large" in line
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == before
+    again = thinwire("train", "--resume", "run", "--steps", "6", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+
+
+def test_a_port_in_use(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        line = line_of([*TRAIN, "--replicas", "2", "--port", port, "--out", "run"], capsys)
+    assert f"port={port} cannot be used" in line
+    assert "leave it out to take a free one" in line
+
+
+def test_replicas_that_cannot_reach_each_other(tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("localhost", 0))
+        port = unused.getsockname()[1]
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    done = subprocess.run(
+        [*PROGRAM, *TRAIN, "--timeout-seconds", "3", "--out", "run"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **place},
+    )
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.startswith("thinwire: ")]
+    assert len(lines) == 1, done.stderr
+    assert f"replica 1 of 2 could not join the others at localhost:{port} within 3 s" in lines[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_replicas_with_other_settings(tmp_path: Path) -> None:
+    """torchrun on two machines, with a different flag on each: both say which."""
+    with socket.socket() as unused:
+        unused.bind(("localhost", 0))
+        port = unused.getsockname()[1]
+    processes = []
+    for rank, lr in enumerate(("0.1", "0.2")):
+        place = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(port),
+        }
+        command = [*PROGRAM, *TRAIN, "--timeout-seconds", "60", "--out", f"run-{rank}", "--lr", lr]
+        environment = {**os.environ, **place}
+        processes.append(
+            subprocess.Popen(
+                command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert "replica 0 has [lr = 0.1], replica 1 has [lr = 0.2]" in errors
+
+
+def test_print_config_is_a_file_that_can_be_used(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "cnn", "--steps", "7", "--print-config"]) == 0
+    text = capsys.readouterr().out
+    (here / "mine.toml").write_text(text)
+    assert run(["train", "--config", "mine.toml", "--print-config"]) == 0
+    assert capsys.readouterr().out == text
+    assert "steps = 7\n" in text
+    assert not (here / "runs").exists()
+
+
+def test_dry_run_trains_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "paper-300m", "--dry-run", "--replicas", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "olmo: 319,946,752 parameters in 113 tensors" in out
+    assert "3.12 MB sent, 21.9 MB received" in out
+    assert not list(here.iterdir())
+    assert run(["train", "paper-300m"]) == 1
+    assert "name yours with --dataset" in capsys.readouterr().err
+
+
+def test_summaries_are_json(here: Path) -> None:
+    assert run([*TRAIN, "--out", "run", "--eval-every", "1"]) == 0
+    summary = json.loads((here / "run" / "summary.json").read_text())
+    assert summary["steps"] == 3
+    assert summary["settings"]["schedule"]["steps"] == 3
