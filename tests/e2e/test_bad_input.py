@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.cli import PROGRAM, TINY, thinwire
 from thinwire.cli import run
@@ -23,6 +23,12 @@ def line_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("thinwire: ")
     return line
+
+
+def place(rank: int, port: int) -> dict[str, str]:
+    """What torchrun sets, for one of two machines with one replica each."""
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    return {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **address}
 
 
 @pytest.fixture
@@ -73,7 +79,9 @@ def test_debug_shows_where(here: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_tokenizer_that_does_not_fit_the_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*TRAIN, "--out", "first"]) == 0
-    Tokenizer(models.WordLevel({f"w{number}": number for number in range(999)}, unk_token="w0")).save("tokenizer.json")
+    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(999)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save("tokenizer.json")
     capsys.readouterr()
     model = str(here / "first" / "checkpoints" / "last" / "model")
     (here / "some.txt").write_text("w1 w2\n" * 2000)
@@ -138,7 +146,6 @@ def test_replicas_that_cannot_reach_each_other(tmp_path: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("localhost", 0))
         port = unused.getsockname()[1]
-    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     done = subprocess.run(
         [*PROGRAM, *TRAIN, "--timeout-seconds", "3", "--out", "run"],
         cwd=tmp_path,
@@ -146,7 +153,7 @@ def test_replicas_that_cannot_reach_each_other(tmp_path: Path) -> None:
         text=True,
         timeout=120,
         check=False,
-        env={**os.environ, **place},
+        env={**os.environ, **place(1, port)},
     )
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if line.startswith("thinwire: ")]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -49,9 +50,15 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _alone_on_purpose() -> Iterator[None]:
+    """Without the warning that nobody else takes part, and with errors as they were before torch wrapped them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+        try:
+            yield
+        except CheckpointException as error:  # no Exception, but a BaseException: it would pass every net above
+            (first, _), *_ = error.failures.values()
+            reason = first.strerror if isinstance(first, OSError) and first.strerror else str(first).strip().splitlines()[-1]
+            raise CheckpointError(reason) from first
 
 
 def _take_tensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

@@ -185,9 +185,5 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    # torch hides the operating system's error inside its own
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    cause = error.__cause__ or error.__context__
-    if isinstance(cause, OSError) and cause.strerror:
-        return cause.strerror
-    return lines[-1].strip() if lines else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor, nn
+from transformers.utils.logging import disable_progress_bar
 
 from thinwire.core.errors import CheckpointError
 from thinwire.exchange.transport import Transport
@@ -43,6 +44,7 @@ class Outcome:
 
 def run_replica(job: Job, console: Console) -> Outcome:
     """Train as one replica among those of ``job.place``; collective."""
+    disable_progress_bar()  # transformers' own would tear the display
     device = choose_device(job)
     seed_everything(job.config.run.seed)
     transport = join(job.place, device, job.config.launch.timeout_seconds)
