@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # bfloat16 matrix products stop with SIGILL on some CPUs unless oneDNN is kept from their newest instructions.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: help test test-gpu lint format bench wire clean
+.PHONY: help quickstart test test-gpu lint format bench wire clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -16,6 +16,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
+
+quickstart: $(STAMP)  ## train a small language model with two replicas on this machine: about two minutes, no download
+	$(BIN)/thinwire train quickstart --replicas 2
 
 test: lint  ## lint, types, all tests that need no GPU, and the coverage of core and wire
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal --cov --cov-report=
@@ -40,4 +43,4 @@ wire: $(STAMP)  ## bits per coefficient on the wire
 	$(BIN)/python -m thinwire.wire
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage build dist
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage build dist runs

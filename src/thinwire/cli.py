@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from thinwire import __version__
+import thinwire
 
 _USAGE = """usage: thinwire COMMAND [options]
 
@@ -56,7 +56,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(_USAGE, end="")
         return 0 if arguments else 2
     if command == "--version":
-        print(f"thinwire {__version__}")
+        print(f"thinwire {thinwire.__version__}")
         return 0
     commands = _commands()
     if command not in commands:

@@ -31,10 +31,11 @@ def evaluate(
     device: torch.device,
     autocast: AbstractContextManager[Any],
 ) -> Score:
-    """Score the first ``num_wanted`` examples (0: all). Every replica returns the same."""
+    """Score ``num_wanted`` examples (0: all), spread evenly over the data. Every replica returns the same."""
     average_buffers_(model, transport)
     total = min(num_wanted or len(examples), len(examples))
-    mine = np.arange(transport.replica, total, transport.num_replicas)
+    chosen = np.arange(total) * len(examples) // total
+    mine = chosen[transport.replica :: transport.num_replicas]
     was_training = model.training
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64)

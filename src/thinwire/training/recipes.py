@@ -19,8 +19,8 @@ def quickstart(optimizer: str) -> TrainConfig:
         model=ModelConfig(architecture="llama", layers=4, width=128, heads=4, mlp_width=384),
         data=DataConfig(dataset="stdlib", sequence=128),
         optim=_optim(optimizer, demo=OptimConfig(lr=4e-2, update="muon", topk=64, momentum_decay=0.95)),
-        schedule=ScheduleConfig(steps=400, batch=32, warmup_steps=20),
-        run=RunConfig(eval_every=50, eval_examples=128, checkpoint_every=200),
+        schedule=ScheduleConfig(steps=300, batch=32, warmup_steps=20),
+        run=RunConfig(eval_every=50, eval_examples=256, checkpoint_every=100),
     )
 
 
@@ -30,8 +30,8 @@ def gpt_small(optimizer: str) -> TrainConfig:
         model=ModelConfig(architecture="llama", layers=8, width=512, heads=8, mlp_width=1408, precision="bfloat16"),
         data=DataConfig(dataset="stdlib", sequence=256),
         optim=_optim(optimizer, demo=OptimConfig(lr=2e-2, update="muon", topk=64, momentum_decay=0.95)),
-        schedule=ScheduleConfig(steps=1000, batch=128, warmup_steps=50),
-        run=RunConfig(eval_every=100, eval_examples=512, checkpoint_every=500),
+        schedule=ScheduleConfig(steps=600, batch=128, warmup_steps=50),
+        run=RunConfig(eval_every=100, eval_examples=512, checkpoint_every=200),
     )
 
 
