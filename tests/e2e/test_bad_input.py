@@ -189,6 +189,15 @@ def test_replicas_with_other_settings(tmp_path: Path) -> None:
         assert "replica 0 has [lr = 0.1], replica 1 has [lr = 0.2]" in errors
 
 
+def test_replicas_that_torchrun_has_not_started(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in place(0, 1).items():
+        monkeypatch.setenv(name, value)
+    line = line_of([*TRAIN, "--replicas", "4"], capsys)
+    assert "replicas=4, but torchrun has started 2: leave --replicas out" in line
+
+
 def test_print_config_is_a_file_that_can_be_used(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "cnn", "--steps", "7", "--print-config"]) == 0
     text = capsys.readouterr().out

@@ -54,7 +54,7 @@ def command(arguments: list[str]) -> int:
     if asked.print_config:
         print(as_toml(config), end="")
         return 0
-    num_replicas = config.launch.replicas if place.launcher == "none" else place.num_replicas
+    num_replicas = _num_replicas(config, place)
     check(config, num_replicas)
     if asked.dry_run:
         from thinwire.training.dry_run import describe
@@ -65,6 +65,17 @@ def command(arguments: list[str]) -> int:
     if place.launcher == "none" and num_replicas > 1:
         return _start_replicas(arguments, folder, config, asked)
     return _train_here(asked, place, folder)
+
+
+def _num_replicas(config: TrainConfig, place: Place) -> int:
+    wanted = config.launch.replicas
+    if place.launcher == "none":
+        return wanted
+    if wanted not in (1, place.num_replicas):
+        raise TrainingError(
+            f"replicas={wanted}, but {place.launcher} has started {place.num_replicas}: leave --replicas out"
+        )
+    return place.num_replicas
 
 
 def parse(arguments: Sequence[str]) -> TrainCommand:

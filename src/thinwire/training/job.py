@@ -1,5 +1,6 @@
 """What one process is asked to do, and what it needs before the first step: a device, data, agreement with the others."""
 
+import hashlib
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from thinwire.training.text import TextData, load_text
 # What may differ between the replicas of one run.
 _OWN_SETTINGS = ("out", "replicas", "device", "threads", "port", "workers", "tensorboard", "wandb", "dataset", "tokenizer")
 _LONGEST_NAME = 256
+_FINGERPRINT_EXAMPLES = 8
 _TOKEN_CACHE = Path.home() / ".cache" / "thinwire" / "tokens"
 
 Data = TextData | ImageData
@@ -83,9 +85,19 @@ def seed_everything(seed: int) -> None:
 
 
 def agree(config: TrainConfig, data: Data, first_step: int, transport: Transport) -> None:
-    """All replicas must train the same thing, on as much data, from the same step; a difference is named on all of them."""
+    """All replicas must train the same thing, on the same data, from the same step; a difference is named on all of them."""
     if transport.num_replicas == 1:
         return
     lines = [line for line in as_toml(config).splitlines() if line.split(" = ")[0] not in _OWN_SETTINGS]
-    lines += [f"data: {data.description.split(': ', 1)[-1]}", f"first step: {first_step}"]
+    lines += [f"data: {data.description.split(': ', 1)[-1]}", f"fingerprint of the data: {_fingerprint(data)}"]
+    lines.append(f"first step: {first_step}")
     hold_roll_call(lines, Answer(), lambda message, what: transport.start_all_gather(message, what).wait())
+
+
+def _fingerprint(data: Data) -> str:
+    """A hash of a few examples from all over the data."""
+    digest = hashlib.sha256()
+    for examples in (data.train, data.validation):
+        batch = examples.fetch(np.linspace(0, len(examples) - 1, _FINGERPRINT_EXAMPLES, dtype=np.int64))
+        digest.update(batch.inputs.contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]

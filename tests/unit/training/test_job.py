@@ -1,0 +1,58 @@
+"""Before the first step: agreement on settings and data, and one folder for all."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from thinwire.core.errors import AgreementError
+from thinwire.exchange.loopback import run_replicas
+from thinwire.exchange.transport import Transport
+from thinwire.parallel.place import Place
+from thinwire.training.config import DataConfig, TrainConfig
+from thinwire.training.job import Job, agree, settle_folder
+from thinwire.training.text import load_text
+
+
+def outcome(config: TrainConfig, text: bytes, step: int, transport: Transport, folder: Path) -> str:
+    """What one replica hears when it has this configuration and this text."""
+    path = folder / f"{transport.replica}.txt"
+    path.write_bytes(text)
+    config = replace(config, data=DataConfig(dataset=str(path), sequence=8))
+    try:
+        agree(config, load_text(config.data, folder), step, transport)
+    except AgreementError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_equal_data_under_other_names_is_fine(tmp_path: Path) -> None:
+    def work(transport: Transport) -> str:
+        config = replace(TrainConfig(), launch=replace(TrainConfig().launch, threads=transport.replica))
+        return outcome(config, b"abcdefgh" * 50, 0, transport, tmp_path)
+
+    assert run_replicas(work, 2) == ["agreed", "agreed"]
+
+
+@pytest.mark.parametrize("difference", ["text", "length", "setting", "step"])
+def test_a_difference_is_named_on_all(difference: str, tmp_path: Path) -> None:
+    def work(transport: Transport) -> str:
+        other = transport.replica == 1
+        text = b"abcdefgh" * 50
+        text = {"text": b"ABCDEFGH" * 50, "length": text + text}.get(difference, text) if other else text
+        optim = replace(TrainConfig().optim, topk=5 if other and difference == "setting" else 32)
+        return outcome(replace(TrainConfig(), optim=optim), text, int(other and difference == "step"), transport, tmp_path)
+
+    words = {"text": "fingerprint of the data", "length": "training and", "setting": "topk = 5", "step": "first step: 1"}
+    for message in run_replicas(work, 2):
+        assert "the replicas do not agree" in message
+        assert words[difference] in message
+
+
+def test_all_replicas_take_the_name_of_replica_0() -> None:
+    def work(transport: Transport) -> Path:
+        torch.manual_seed(0)
+        return settle_folder(Job(TrainConfig(), Place(), Path("runs") / f"at-{transport.replica}"), transport).folder
+
+    assert run_replicas(work, 3) == [Path("runs/at-0")] * 3
