@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 import thinwire
+from thinwire.core.errors import first_line
 
 _USAGE = """usage: thinwire COMMAND [options]
 
@@ -79,8 +80,7 @@ def _report(error: Exception, debug: bool) -> int:
 
     if isinstance(error, InterruptedRunError):
         return 128 + error.signal_number
-    text = str(error).strip() or type(error).__name__
-    line = " ".join(text.splitlines()[0].split())
+    line = " ".join(first_line(error).split())
     if not isinstance(error, ReplicaError) and "RANK" in os.environ:
         line = line if line.startswith("replica ") else f"replica {os.environ['RANK']}: {line}"
     if debug:

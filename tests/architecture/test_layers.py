@@ -47,7 +47,6 @@ EXTRAS = {
     "training/progress.py": {"rich"},
     "training/report.py": {"matplotlib", "rich"},
     "training/reporter.py": {"rich"},
-    "training/shapes.py": {"tokenizers"},
     "training/text.py": {"datasets", "tokenizers"},
     "commands/plan.py": {"rich", "tyro"},
     "commands/train.py": {"rich", "tyro"},

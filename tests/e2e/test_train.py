@@ -4,6 +4,7 @@ import json
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -122,6 +123,8 @@ def test_ctrl_c_in_a_terminal_saves_and_ends_all(reference: Reference, tmp_path:
     assert "network wait" in terminal.text
     assert "\x1b[" in terminal.text
     assert "Traceback" not in terminal.text
+    assert "death signal" not in terminal.text
+    assert "stopping after this step, with a checkpoint" in terminal.text
     found = re.search(r"stopped after step (\d+), with a checkpoint", terminal.text)
     assert found is not None, terminal.text
     assert "go on with: thinwire train --resume run" in terminal.text
@@ -192,3 +195,37 @@ def test_images_with_running_statistics(tmp_path: Path) -> None:
     assert "right" in done.stdout
     curve = [loss for kind, _, loss in losses(tmp_path / "run") if kind == "evaluation"]
     assert curve[-1] < curve[0]
+
+
+def test_training_goes_on_when_nobody_reads(tmp_path: Path) -> None:
+    command = " ".join([*PROGRAM, *ONE, "--steps", "6", "--out", "run"]) + " | head -n 1"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert done.stderr == ""
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 6
+
+
+def test_two_machines_that_share_a_disk(reference: Reference, tmp_path: Path) -> None:
+    """Two launchers with one replica each: the same run as two replicas of one machine, one folder, and a resumption."""
+
+    def start(*arguments: str) -> None:
+        with socket.socket() as unused:
+            unused.bind(("localhost", 0))
+            port = str(unused.getsockname()[1])
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+        torchrun += ["--master-addr", "localhost", "--master-port", port]
+        processes = []
+        for rank in ("0", "1"):
+            command = [*torchrun, "--node-rank", rank, "-m", "thinwire", *arguments, "--threads", "1"]
+            processes.append(
+                subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            )
+        for process in processes:
+            out, _ = process.communicate(timeout=200)
+            assert process.returncode == 0, out
+
+    start(*ONE, "--out", "run")
+    assert_same_run(reference[0], tmp_path / "run")
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints" / "last").iterdir())
+    assert names == ["files-0.json", "files-1.json", "model", "replica-0", "replica-1"]
+    start("train", "--resume", "run", "--steps", str(STEPS + 2))
+    assert losses(tmp_path / "run")[-1][1] == STEPS + 2

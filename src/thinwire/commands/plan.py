@@ -15,6 +15,7 @@ from thinwire.training.config import DataConfig, ModelConfig, TrainConfig
 from thinwire.training.errors import TrainingError
 
 _COUNT = re.compile(r"([\d_.]+)\s*([kKmMbBgG]?)")
+_MOST_PARAMETERS = 10**14
 _FACTORS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000, "g": 1_000_000_000}
 
 
@@ -85,9 +86,12 @@ def tensors_of(model: str) -> tuple[TensorSpec, ...]:
     match = _COUNT.fullmatch(model)
     if match is not None and not Path(model).exists():
         try:
-            return tensors_from_count(round(float(match[1]) * _FACTORS[match[2].lower()]))
+            count = round(float(match[1]) * _FACTORS[match[2].lower()])
         except ValueError as error:
             raise TrainingError(f"model={model!r} is not a number of parameters: {error}") from error
+        if not 1 <= count <= _MOST_PARAMETERS:
+            raise TrainingError(f"model={model!r}: the number of parameters must be from 1 to {_MOST_PARAMETERS:.0e}")
+        return tensors_from_count(count)
     if not Path(model).exists():
         raise TrainingError(
             f"model={model!r} is neither a recipe ({', '.join(recipes.RECIPES)}), nor a model folder or config.json that "

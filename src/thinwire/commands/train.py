@@ -16,7 +16,8 @@ from thinwire.parallel.group import leave
 from thinwire.parallel.launch import LAUNCHED, InterruptedRunError, launch
 from thinwire.parallel.place import Place, find_place
 from thinwire.training import recipes
-from thinwire.training.config import TrainConfig, check
+from thinwire.training.checkpoints import available_steps
+from thinwire.training.config import TrainConfig, all_fields, check
 from thinwire.training.config_file import RECIPE_KEY, as_toml, override, read_file
 from thinwire.training.errors import TrainingError
 from thinwire.training.resuming import check_unchanged
@@ -100,26 +101,37 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
         args=rest,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
-    if resume is not None:
-        check_unchanged(_saved_config(Path(resume)), asked.settings)
+    if asked.recipe != recipe:
+        raise TrainingError(f"the recipe {asked.recipe!r} must come first: thinwire train {asked.recipe} ...")
+    if asked.resume is not None:
+        if asked.settings.run.out != base.run.out:
+            raise TrainingError(f"--resume writes to its own folder: leave --out {asked.settings.run.out} out")
+        check_unchanged(_saved_config(asked.resume), asked.settings)
+    elif asked.residual != "exact":
+        raise TrainingError(f"--residual {asked.residual} is for --resume alone")
     return asked
 
 
 def _peek(arguments: Sequence[str], flag: str) -> str | None:
-    """The value of a flag, before the parser that needs to know it runs."""
+    """The last value of a flag, before the parser that needs to know it runs."""
+    found = None
     for place, argument in enumerate(arguments):
         if argument == flag and place + 1 < len(arguments):
-            return arguments[place + 1]
+            found = arguments[place + 1]
         if argument.startswith(flag + "="):
-            return argument.split("=", 1)[1]
-    return None
+            found = argument.split("=", 1)[1]
+    return found
 
 
 def _saved_config(folder: Path) -> TrainConfig:
     path = folder / "config.toml"
     if not path.is_file():
         raise CheckpointError(f"--resume {folder}: this is not a run folder, it has no config.toml")
-    return override(TrainConfig(), read_file(path), str(path))
+    values = read_file(path)
+    missing = [setting.name for _, setting in all_fields() if setting.name not in values]
+    if missing:
+        raise CheckpointError(f"{path} is not whole: it lacks {missing[0]}")
+    return override(TrainConfig(), values, str(path))
 
 
 def _choose_folder(asked: TrainCommand, place: Place) -> Path:
@@ -130,18 +142,27 @@ def _choose_folder(asked: TrainCommand, place: Place) -> Path:
     folder = Path(config.run.out) if config.run.out else Path("runs") / name
     is_launched = LAUNCHED in os.environ
     if place.local_replica == 0 and not is_launched and (folder / "config.toml").exists():
-        raise TrainingError(f"out={folder} already holds a run: go on with --resume {folder}, or name another folder")
+        advice = f"go on with --resume {folder}, or name" if available_steps(folder) else "it has no checkpoint; name"
+        raise TrainingError(f"out={folder} already holds a run: {advice} another folder")
     return folder
 
 
 def _start_replicas(arguments: list[str], folder: Path, config: TrainConfig, asked: TrainCommand) -> int:
     """Start local replicas with the same options, but for the folder, which they could not choose alike."""
-    out = [] if asked.resume is not None else ["--out", str(folder)]
+    out = [] if asked.resume is not None else [f"--out={folder}"]
     try:
         launch(["train", *arguments, *out], config.launch.replicas, config.launch.port)
     except InterruptedRunError as error:
         return 128 + error.signal_number
     return 0
+
+
+class _SteadyConsole(Console):
+    """Training goes on when nobody reads its output any more."""
+
+    def on_broken_pipe(self) -> None:
+        """Say no more."""
+        self.quiet = True
 
 
 def _train_here(asked: TrainCommand, place: Place, folder: Path) -> int:
@@ -153,15 +174,14 @@ def _train_here(asked: TrainCommand, place: Place, folder: Path) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(config.launch.threads or max(1, cores // place.num_local_replicas))
     is_launched = LAUNCHED in os.environ
-    job = Job(config, place, folder, asked.resume is not None, asked.residual, is_launched)
-    # The launcher passed the terminal on, but a replica's own notion of it must be asked for.
-    console = Console()
+    job = Job(config, place, folder, asked.resume is not None, asked.residual, os.getppid() if is_launched else None)
+    console = _SteadyConsole()
     outcome = run_replica(job, console)
     if place.replica == 0:
         finish(outcome, console)
     leave()
-    was_alone = place.launcher == "none"
-    return 0 if outcome.is_finished or not was_alone else 130
+    # Under a launcher a clean stop is a success; the launcher knows about the signal.
+    return 0 if outcome.is_finished or place.launcher != "none" else 128 + outcome.stop_signal
 
 
 __all__ = ["TrainCommand", "command", "parse"]

@@ -32,6 +32,12 @@ class CheckpointError(ThinwireError):
     """A checkpoint does not belong to this optimizer."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, on one line; libraries' messages may have many, or none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
 def check_choice(name: str, value: object, allowed: Iterable[str]) -> str:
     """Return ``value`` if it is one of ``allowed``; otherwise name the nearest one."""
     names = sorted(allowed)

@@ -6,34 +6,41 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from thinwire.core.errors import ExchangeError
+from thinwire.core.errors import ExchangeError, first_line
 from thinwire.exchange.collective import default_transport
 from thinwire.exchange.transport import SoloTransport, Transport
 from thinwire.parallel.place import Place
 
 
-def join(place: Place, device: torch.device, timeout_seconds: float) -> Transport:
+def join(place: Place, device: torch.device, backend: str, timeout_seconds: float) -> Transport:
     """Meet the other replicas and return the way to reach them."""
     if place.num_replicas == 1:
         return SoloTransport()
     method = "env://" if place.launcher == "torchrun" else f"tcp://{place.address}"
-    # Replicas that share a GPU cannot use NCCL.
-    own_gpu = device.type == "cuda" and torch.cuda.device_count() >= place.num_local_replicas
+    if backend == "auto":
+        # Replicas that share a GPU cannot use NCCL.
+        has_own_gpu = device.type == "cuda" and torch.cuda.device_count() >= place.num_local_replicas
+        backend = "nccl" if has_own_gpu else "gloo"
     try:
         dist.init_process_group(
-            "nccl" if own_gpu else "gloo",
+            backend,
             init_method=method,
             rank=place.replica,
             world_size=place.num_replicas,
             timeout=timedelta(seconds=timeout_seconds),
         )
     except (RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise ExchangeError(
             f"replica {place.replica} of {place.num_replicas} could not join the others at {place.address} within "
             f"{timeout_seconds:.0f} s: {reason}; is the port open, and does GLOO_SOCKET_IFNAME name the right interface?"
         ) from error
     return default_transport(None, timeout_seconds)
+
+
+def backend_name() -> str:
+    """What carries the replicas' messages."""
+    return str(dist.get_backend()) if dist.is_initialized() else "none"
 
 
 def leave() -> None:

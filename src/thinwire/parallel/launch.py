@@ -19,6 +19,8 @@ from thinwire.core.errors import ThinwireError
 
 # Tells a replica that this launcher, not a person, reads its errors.
 LAUNCHED = "THINWIRE_LAUNCHED"
+# Until a replica listens to Ctrl-C itself, it may end without the traceback of an import.
+_START = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); from thinwire.cli import main; main()"
 # After Ctrl-C: a large checkpoint over a slow disk takes its time.
 _SHUTDOWN_SECONDS = 600
 
@@ -36,9 +38,8 @@ class InterruptedRunError(ThinwireError):
 
 
 def launch(arguments: Sequence[str], num_replicas: int, port: int) -> None:
-    """Run ``python -m thinwire ARGUMENTS`` as ``num_replicas`` processes and wait for all of them."""
-    _check_port(port)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    """Run ``thinwire ARGUMENTS`` as ``num_replicas`` processes and wait for all of them."""
+    port = _usable_port(port)
     os.environ[LAUNCHED] = "1"
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_SECONDS))
     config = LaunchConfig(
@@ -46,17 +47,22 @@ def launch(arguments: Sequence[str], num_replicas: int, port: int) -> None:
         max_nodes=1,
         nproc_per_node=num_replicas,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"localhost:{port}",
-        local_addr="localhost",
+        # Static, since the other kind keeps pickles in a store that listens on every interface.
+        rdzv_backend="static",
+        rdzv_endpoint=f"127.0.0.1:{port}",
+        rdzv_configs={"rank": 0},
+        local_addr="127.0.0.1",
         max_restarts=0,
     )
+    logging.disable(logging.CRITICAL)  # what the launcher has to say is said below, in one line
     try:
-        elastic_launch(config, sys.executable)("-m", "thinwire", *arguments)
+        elastic_launch(config, sys.executable)("-c", _START, *arguments)
     except ChildFailedError as error:
         raise ReplicaError(_describe(*error.get_first_failure())) from None
     except SignalException as error:
         raise InterruptedRunError(int(error.sigval)) from None
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def record_error(message: str, error_file: str) -> None:
@@ -65,15 +71,15 @@ def record_error(message: str, error_file: str) -> None:
     Path(error_file).write_text(json.dumps({"message": {"message": message, "extraInfo": stamp}}))
 
 
-def _check_port(port: int) -> None:
-    if port == 0:
-        return
+def _usable_port(port: int) -> int:
+    """This port if nobody has it, or a free one for 0."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("localhost", port))
+            probe.bind(("127.0.0.1", port))
         except (OSError, OverflowError) as error:
             raise ThinwireError(f"port={port} cannot be used: {error}; leave it out to take a free one") from error
+        return int(probe.getsockname()[1])
 
 
 def _describe(rank: int, failure: ProcessFailure) -> str:

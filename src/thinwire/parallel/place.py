@@ -22,6 +22,15 @@ class Place:
 
 def find_place(environment: Mapping[str, str]) -> Place:
     """torchrun's variables first, then SLURM's for a step of several tasks; else this process is alone."""
+    place = _read(environment)
+    if not 0 <= place.replica < place.num_replicas or place.num_local_replicas < 1:
+        raise ValueError(f"{place.launcher}'s variables make this replica {place.replica} of {place.num_replicas}")
+    if place.num_replicas > 1 and (place.address.startswith(":") or place.address.endswith(":")):
+        raise ValueError("MASTER_ADDR and MASTER_PORT must say where the replicas meet; torchrun sets them")
+    return place
+
+
+def _read(environment: Mapping[str, str]) -> Place:
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return Place(
             replica=_number(environment, "RANK"),

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from thinwire.core.errors import CheckpointError
+from thinwire.core.errors import CheckpointError, first_line
 
 _FACTS = "facts"
 _TENSOR = "__tensor__"
@@ -57,7 +57,7 @@ def _alone_on_purpose() -> Iterator[None]:
             yield
         except CheckpointException as error:  # no Exception, but a BaseException: it would pass every net above
             (first, _), *_ = error.failures.values()
-            reason = first.strerror if isinstance(first, OSError) and first.strerror else str(first).strip().splitlines()[-1]
+            reason = first.strerror if isinstance(first, OSError) and first.strerror else first_line(first)
             raise CheckpointError(reason) from first
 
 

@@ -7,25 +7,32 @@
         files-0.json         length and SHA-256 of every file that replica 0 wrote
     checkpoints/last, checkpoints/best    links to two of them
 
-Every replica writes its own part, on its own disk if the machines share none.
+Every replica writes its own part, on its own disk if the machines share none. Of the replicas that see one disk the first is
+its *keeper*: it alone renames, links and removes there.
 """
 
 import hashlib
 import json
 import os
+import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from thinwire.core.errors import CheckpointError
+from thinwire.core.errors import CheckpointError, first_line
 from thinwire.exchange.transport import Transport
 from thinwire.parallel.state_files import read_state, write_state
 
 _REPORT_BYTES = 512
+_TOKEN_BYTES = 16
+# How many of its newest checkpoints a replica tells the others; there are seldom more than three.
+_TOLD_STEPS = 16
 _FORMAT = 1
 
 
@@ -46,84 +53,122 @@ class RunState:
 
 
 class Checkpoints:
-    """The checkpoints of one run folder, as one replica sees them."""
+    """The checkpoints of one run folder, as one replica sees them. Making one is collective."""
 
-    def __init__(self, run_folder: Path, transport: Transport, local_replica: int) -> None:
+    def __init__(self, run_folder: Path, transport: Transport) -> None:
         self._folder = run_folder / "checkpoints"
         self._transport = transport
-        self._is_first_here = local_replica == 0
+        self.is_keeper = self._find_keeper() == transport.replica
+        if self.is_keeper:
+            self._clean()
+        self._tell_problems("")
+
+    def _find_keeper(self) -> int:
+        """The first of the replicas that see this folder: each leaves a mark in it and looks for the others'."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        token = torch.frombuffer(bytearray(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8).clone()
+        self._transport.broadcast_(token, "token of this run")
+        prefix = f".replica-{token.numpy().tobytes().hex()}-"
+        mark = self._folder / f"{prefix}{self._transport.replica}"
+        mark.touch()
+        self._tell_problems("")
+        seen = [int(path.name.removeprefix(prefix)) for path in self._folder.glob(prefix + "*")]
+        self._tell_problems("")
+        mark.unlink(missing_ok=True)
+        return min(seen, default=self._transport.replica)
+
+    def _clean(self) -> None:
+        """Remove what a killed run left half-written."""
+        for left in (*self._folder.glob("*.partial"), *self._folder.glob("*.new"), *self._folder.glob(".replica-*")):
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
 
     def save(
         self, run: RunState, state: Callable[[], dict[str, Any]], write_model: Callable[[Path], None], is_best: bool
     ) -> Path:
         """Write one, then let ``last``, and ``best`` if it is, point to it. All replicas raise if one could not write."""
-        partial, final = self._folder / f"step-{run.step:06d}.partial", self._folder / f"step-{run.step:06d}"
+        partial, final = self._folder / f"{_name(run.step)}.partial", self._folder / _name(run.step)
+        with self._together(run.step, partial):
+            self._write(partial, run, state, write_model)
+        with self._together(run.step, partial):
+            if self.is_keeper:
+                shutil.rmtree(final, ignore_errors=True)
+                os.replace(partial, final)
+                for name in ("last", "best") if is_best else ("last",):
+                    self._link(name, final.name)
+        # Only now does everyone have the new one, so that the old ones can go.
+        if self.is_keeper:
+            self._prune()
+        return final
+
+    @contextmanager
+    def _together(self, step: int, partial: Path) -> Iterator[None]:
+        """A part of the work that all replicas finish, or none: whatever goes wrong on one is told to all."""
         problem = ""
         try:
-            self._write(partial, run, state, write_model)
+            yield
         except Exception as error:  # whatever it is, the others must hear of it
             problem = f"replica {self._transport.replica} could not write {partial.parent}: {_reason(error)}"
-        problems = [report for report in self._reports(problem) if report]
+        problems = [told for told in self._tell_problems(problem) if told]
         if problems:
             shutil.rmtree(partial, ignore_errors=True)
-            raise CheckpointError(f"no checkpoint at step {run.step}: {problems[0]}")
-        if self._is_first_here:
-            self._publish(partial, final, is_best)
-        # Nobody goes on, or ends, before the checkpoint has its name.
-        self._reports("")
-        return final
+            raise CheckpointError(f"no checkpoint at step {step}: {problems[0]}")
 
     def _write(
         self, partial: Path, run: RunState, state: Callable[[], dict[str, Any]], write_model: Callable[[Path], None]
     ) -> None:
         replica = self._transport.replica
         own = partial / f"replica-{replica}"
-        folders = (own, partial / "model") if replica == 0 else (own,)
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed here
         own.mkdir(parents=True)
         (own / "run.json").write_text(json.dumps(asdict(run), indent=1) + "\n")
         write_state(state(), own / "state")
+        folders = [own]
         if replica == 0:
             write_model(partial / "model")
+            folders.append(partial / "model")
         written = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
         facts = {path.relative_to(partial).as_posix(): _fingerprint(path) for path in written}
         (partial / f"files-{replica}.json").write_text(json.dumps(facts, indent=1) + "\n")
 
-    def _reports(self, mine: str) -> list[str]:
-        """Everyone's problems, empty where there is none."""
+    def _link(self, name: str, target: str) -> None:
+        link = self._folder / f"{name}.new"
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        os.replace(link, self._folder / name)
+
+    def _prune(self) -> None:
+        kept = {os.readlink(self._folder / name) for name in ("last", "best") if (self._folder / name).is_symlink()}
+        for step in available_steps(self._folder.parent):
+            if _name(step) not in kept:
+                shutil.rmtree(self._folder / _name(step), ignore_errors=True)
+
+    def _tell_problems(self, mine: str) -> list[str]:
+        """Everyone's problems, empty where there is none. Nobody passes before all have come here."""
         padded = torch.zeros(_REPORT_BYTES, dtype=torch.uint8)
         text = mine.encode()[:_REPORT_BYTES]
-        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else padded[:0]
-        rows = self._transport.start_all_gather(padded, "end of a checkpoint").wait()
+        if text:
+            padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows = self._transport.start_all_gather(padded, "checkpoint").wait()
         return [row.cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
 
-    def _publish(self, partial: Path, final: Path, is_best: bool) -> None:
-        try:
-            shutil.rmtree(final, ignore_errors=True)
-            os.replace(partial, final)
-        except FileNotFoundError:
-            # Machines that share a disk: another one was faster.
-            if not final.exists():
-                raise
-        for name in ("last", "best") if is_best else ("last",):
-            link = self._folder / f"{name}.new-{os.getpid()}"
-            link.symlink_to(final.name)
-            os.replace(link, self._folder / name)
-        kept = {os.readlink(self._folder / name) for name in ("last", "best") if (self._folder / name).is_symlink()}
-        for old in self._folder.glob("step-*"):
-            if old.name not in kept:
-                shutil.rmtree(old, ignore_errors=True)
-
-    def clean(self) -> None:
-        """Remove what a killed run left half-written; before any replica saves."""
-        if self._is_first_here:
-            for left in (*self._folder.glob("*.partial"), *self._folder.glob("*.new-*")):
-                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
-
     def load_run(self) -> tuple[Path, RunState]:
-        """The last checkpoint, and where the run was."""
-        return find_last(self._folder.parent, self._transport.replica)
+        """The newest checkpoint that every replica has, and where the run was.
+
+        Replicas with disks of their own may have been killed when one had already given a new checkpoint its name.
+        """
+        told = torch.full((_TOLD_STEPS,), -1, dtype=torch.int64)
+        mine = available_steps(self._folder.parent)[:_TOLD_STEPS]
+        told[: len(mine)] = torch.tensor(mine, dtype=torch.int64)
+        rows = self._transport.start_all_gather(told.view(torch.uint8), "steps of the checkpoints").wait()
+        everyone: list[Tensor] = list(rows.contiguous().view(torch.int64))
+        common = set.intersection(*({step for step in row.tolist() if step >= 0} for row in everyone))
+        if not common:
+            lists = ", ".join(f"replica {number}: {sorted(set(row.tolist()) - {-1})}" for number, row in enumerate(everyone))
+            raise CheckpointError(f"--resume {self._folder.parent}: no checkpoint is there for all replicas ({lists})")
+        checkpoint = self._folder / _name(max(common))
+        return checkpoint, read_run(checkpoint, self._transport.replica)
 
     def load_state(self, checkpoint: Path, replica: int) -> dict[str, Any]:
         """The state of one replica."""
@@ -131,48 +176,62 @@ class Checkpoints:
         if not (checkpoint / name / "state").is_dir():
             raise CheckpointError(
                 f"{checkpoint} has no state of {name}: it was written by fewer replicas, or on another machine; copy that "
-                "folder here, or pass --residual zero to start with empty momenta"
+                "folder and its files list here, or pass --residual zero to start with empty momenta"
             )
-        check_files(checkpoint, name, name)
+        check_files(checkpoint, replica, name)
         try:
             return read_state(checkpoint / name / "state")
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(f"{checkpoint / name} is damaged: {_reason(error)}") from error
 
+    def replicas_here(self, checkpoint: Path) -> list[int]:
+        """Whose states this disk has."""
+        return sorted(int(path.parent.name.removeprefix("replica-")) for path in checkpoint.glob("replica-*/state"))
 
-def find_last(run_folder: Path, replica: int = 0) -> tuple[Path, RunState]:
-    """The last checkpoint of a run folder, as this replica has it."""
-    link = run_folder / "checkpoints" / "last"
-    if not link.exists():
-        raise CheckpointError(f"--resume {run_folder}: there is no checkpoint in this folder (checkpoints/last is missing)")
-    checkpoint = link.resolve()
+
+def _name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def available_steps(run_folder: Path) -> list[int]:
+    """Steps of the whole checkpoints in a run folder, the newest first."""
+    names = [path.name for path in (run_folder / "checkpoints").glob("step-*") if path.suffix != ".partial"]
+    return sorted((int(name.removeprefix("step-")) for name in names if name[5:].isdecimal()), reverse=True)
+
+
+def read_run(checkpoint: Path, replica: int) -> RunState:
+    """Where the run was, from this replica's own part or any other that is here."""
     parts = sorted(checkpoint.glob("replica-*/run.json"))
-    own = checkpoint / f"replica-{replica}" / "run.json"
     if not parts:
         raise CheckpointError(f"{checkpoint} holds no replica's run.json, so this is no whole checkpoint of thinwire")
+    own = checkpoint / f"replica-{replica}" / "run.json"
     found = own if own in parts else parts[0]
-    check_files(checkpoint, found.parent.name, found.parent.name + "/run.json")
+    check_files(checkpoint, int(found.parent.name.removeprefix("replica-")), f"{found.parent.name}/run.json")
     facts = json.loads(found.read_text())
     if facts.get("format") != _FORMAT:
         raise CheckpointError(f"{checkpoint} has format {facts.get('format')!r}, this version reads {_FORMAT}")
-    return checkpoint, RunState(**facts)
+    return RunState(**facts)
 
 
-def check_files(checkpoint: Path, writer: str, prefix: str) -> None:
-    """Refuse a checkpoint in which a file or folder of ``writer`` (``replica-3``) is not what was written."""
-    listing = checkpoint / f"files-{writer.removeprefix('replica-')}.json"
+def check_files(checkpoint: Path, writer: int, prefix: str) -> None:
+    """Refuse a checkpoint in which a file or folder that replica ``writer`` wrote is not what it was."""
+    listing = checkpoint / f"files-{writer}.json"
     try:
-        facts = json.loads(listing.read_text())
-    except (OSError, ValueError) as error:
+        facts = {name: wanted for name, wanted in json.loads(listing.read_text()).items() if _is_below(name, prefix)}
+    except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{listing} cannot be read, so this is no checkpoint of thinwire: {_reason(error)}") from error
+    if not facts:
+        raise CheckpointError(f"{listing} does not list {prefix}: the checkpoint is not whole")
     for name, wanted in facts.items():
-        if name != prefix and not name.startswith(prefix + "/"):
-            continue
         path = checkpoint / name
         if not path.is_file():
             raise CheckpointError(f"{path} is missing: the checkpoint is not whole")
         if _fingerprint(path) != wanted:
             raise CheckpointError(f"{path} is damaged: its length or SHA-256 is not what was written")
+
+
+def _is_below(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + "/")
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
@@ -183,7 +242,4 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)

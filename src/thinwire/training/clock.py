@@ -1,7 +1,7 @@
 """Where the time of a run goes."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STEP_PHASES = ("data", "forward and backward", "optimizer", "network")
@@ -9,9 +9,10 @@ PHASES = ("set-up", *STEP_PHASES, "evaluation", "checkpoints")
 
 
 class Clock:
-    """Seconds per phase."""
+    """Seconds per phase. ``wait_for_device``: called at the end of each, where a GPU computes on its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait_for_device: Callable[[], None] | None = None) -> None:
+        self._wait_for_device = wait_for_device
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self._began = time.perf_counter()
 
@@ -21,6 +22,8 @@ class Clock:
         began = time.perf_counter()
         try:
             yield
+            if self._wait_for_device is not None:
+                self._wait_for_device()
         finally:
             self.seconds[name] += time.perf_counter() - began
 
@@ -35,8 +38,8 @@ class Clock:
 
     @property
     def step_seconds(self) -> float:
-        """Spent in steps, and not in evaluations and checkpoints."""
-        return sum(self.seconds[name] for name in STEP_PHASES)
+        """Spent in steps and between them, and not in set-up, evaluations and checkpoints."""
+        return self.elapsed_seconds - sum(self.seconds[name] for name in PHASES if name not in STEP_PHASES)
 
     @property
     def elapsed_seconds(self) -> float:

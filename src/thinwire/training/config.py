@@ -76,7 +76,7 @@ class OptimConfig:
     lr: float = 1e-3
     """Peak learning rate."""
     weight_decay: float = 0.0
-    """Decoupled weight decay of matrices; norms and biases are not decayed."""
+    """Weight decay of matrices, decoupled but for sgd; norms and biases are not decayed."""
     clip: float = 1.0
     """Largest norm of the gradient (each replica's own with DeMo, the average's otherwise); 0: no clipping."""
     update: Literal["sign", "sgd", "adamw", "lion", "muon"] = "sign"
@@ -149,6 +149,8 @@ class LaunchConfig:
     """auto: cuda where there is one."""
     threads: int = 0
     """CPU threads per replica; 0: this machine's cores divided by its replicas."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """What carries the messages; auto: nccl where all replicas of a machine see a GPU each, gloo otherwise."""
     port: int = 0
     """Port on which local replicas find each other; 0: a free one."""
     timeout_seconds: float = 300.0
@@ -199,6 +201,12 @@ def check(config: TrainConfig, num_replicas: int) -> None:
     check_float("timeout_seconds", values["timeout_seconds"], 1.0)
     check_float("validation", values["validation"], 1e-6, 0.9)
     check_choice("values", values["values"], ("auto", *VALUE_CODECS))
+    if config.run.seed >= 2**32:
+        raise ValueError(f"seed={config.run.seed} must be below 2**32")
+    if config.optim.optimizer == "published":
+        for name, only in {"update": "sign", "values": "auto", "combine": "mean_over_senders"}.items():
+            if values[name] != only:
+                raise ValueError(f"{name}={values[name]!r} is no part of the published algorithm; use optimizer=demo")
     _check_batch(config.schedule, num_replicas)
 
 

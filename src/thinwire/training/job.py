@@ -1,13 +1,18 @@
 """What one process is asked to do, and what it needs before the first step: a device, data, agreement with the others."""
 
+import fcntl
 import hashlib
 import random
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from thinwire.core.errors import AgreementError
 from thinwire.exchange.agreement import Answer, hold_roll_call
 from thinwire.exchange.transport import Transport
 from thinwire.parallel.place import Place
@@ -19,7 +24,19 @@ from thinwire.training.pictures import ImageData, load_images
 from thinwire.training.text import TextData, load_text
 
 # What may differ between the replicas of one run.
-_OWN_SETTINGS = ("out", "replicas", "device", "threads", "port", "workers", "tensorboard", "wandb", "dataset", "tokenizer")
+_OWN_SETTINGS = (
+    "out",
+    "replicas",
+    "device",
+    "threads",
+    "port",
+    "workers",
+    "backend",
+    "tensorboard",
+    "wandb",
+    "dataset",
+    "tokenizer",
+)
 _LONGEST_NAME = 256
 _FINGERPRINT_EXAMPLES = 8
 _TOKEN_CACHE = Path.home() / ".cache" / "thinwire" / "tokens"
@@ -29,14 +46,14 @@ Data = TextData | ImageData
 
 @dataclass(frozen=True)
 class Job:
-    """A run, and this process's place in it. ``watch_parent``: stop when the process that started this one is gone."""
+    """A run, and this process's place in it. ``parent``: stop when this process, which started this one, is gone."""
 
     config: TrainConfig
     place: Place
     folder: Path
     resume: bool = False
     residual: str = "exact"
-    watch_parent: bool = False
+    parent: int | None = None
 
 
 def choose_device(job: Job) -> torch.device:
@@ -53,14 +70,31 @@ def choose_device(job: Job) -> torch.device:
 
 def settle_folder(job: Job, transport: Transport) -> Job:
     """A folder that nobody named has the time in its name: all replicas take replica 0's."""
+    message = torch.zeros(_LONGEST_NAME, dtype=torch.uint8)
+    text = bytes([job.resume]) + job.folder.name.encode()[: _LONGEST_NAME - 1]
+    message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    rows = [row.cpu().numpy().tobytes() for row in transport.start_all_gather(message, "name of the run folder").wait()]
+    for replica, row in enumerate(rows):
+        if row[0] != rows[0][0]:
+            raise AgreementError(f"of replicas 0 and {replica} one was started with --resume and the other without")
     if job.config.run.out or job.resume:
         return job
-    name = torch.zeros(_LONGEST_NAME, dtype=torch.uint8)
-    text = job.folder.name.encode()
-    name[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    transport.broadcast_(name, "name of the run folder")
-    # Only a name: what a peer sends must not lead out of this folder.
-    return replace(job, folder=job.folder.parent / Path(name.numpy().tobytes().rstrip(b"\0").decode(errors="replace")).name)
+    name = rows[0][1:].rstrip(b"\0").decode(errors="replace")
+    # What a peer sends must be a name, and not lead out of this folder.
+    if not re.fullmatch(r"[\w-]+", name):
+        raise AgreementError(f"replica 0 names the run folder {name!r}, which is no name of a folder")
+    return replace(job, folder=job.folder.parent / name)
+
+
+@contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Hold a run folder for one run at a time, as long as the context lasts or the process lives."""
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TrainingError(f"{folder}: another run is writing to this folder; end it first") from None
+        yield
 
 
 def load_data(config: TrainConfig) -> Data:

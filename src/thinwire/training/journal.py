@@ -1,4 +1,4 @@
-"""What the replicas tell each other about the run itself, about once a second: losses, waits, and the wish to stop.
+"""What the replicas tell each other about the run itself, about once a second: losses, and the wish to stop.
 
 Losses stay where they were computed until then, so that a step never waits for a number. How often the replicas talk does
 not change what is written down: one row per step, with the mean loss over all replicas.

@@ -1,5 +1,6 @@
 """The files a run writes as it goes: a JSON line per event, TensorBoard, and Weights & Biases if asked for."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -22,7 +23,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 class RunLog:
-    """Where rows go. ``kind`` is ``step``, ``evaluation`` or ``end``; every row has its step."""
+    """Where rows go. Every row has its step and a kind: ``step``, ``evaluation`` or ``speed``."""
 
     def __init__(self, folder: Path, first_step: int, tensorboard: bool, wandb: str, settings: dict[str, Any]) -> None:
         self.path = folder / "log.jsonl"
@@ -33,7 +34,7 @@ class RunLog:
 
     def _keep_until(self, step: int) -> None:
         """A resumed run writes again what came after its checkpoint."""
-        kept = [row for row in read_rows(self.path) if row["step"] <= step and row["kind"] != "end"]
+        kept = [row for row in read_rows(self.path) if row["step"] <= step]
         aside = self.path.with_suffix(".new")
         aside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         os.replace(aside, self.path)
@@ -74,4 +75,5 @@ def _wandb(project: str, folder: Path, settings: dict[str, Any]) -> Any:
         import wandb  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
         raise TrainingError(f"wandb={project!r} needs the package wandb: pip install wandb") from None
-    return wandb.init(project=project, dir=str(folder), config=settings, resume="allow", id=folder.name)
+    identity = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    return wandb.init(project=project, dir=str(folder), config=settings, name=folder.name, id=identity, resume="allow")

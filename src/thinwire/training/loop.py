@@ -13,14 +13,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from thinwire.core.errors import CheckpointError
 from thinwire.exchange.transport import Transport
-from thinwire.parallel.group import join
+from thinwire.parallel.group import backend_name, join
 from thinwire.training.checkpoints import Checkpoints, RunState, check_files
 from thinwire.training.clock import Clock
 from thinwire.training.config_file import as_toml
 from thinwire.training.errors import TrainingError
 from thinwire.training.evaluation import evaluate
 from thinwire.training.examples import Batch, Order, Stream
-from thinwire.training.job import Data, Job, agree, choose_device, load_data, seed_everything, settle_folder, sizes_of
+from thinwire.training.job import Data, Job, agree, choose_device, load_data, lock, seed_everything, settle_folder, sizes_of
 from thinwire.training.journal import Journal
 from thinwire.training.methods import Method, build_method, lr_share
 from thinwire.training.models import build_model, loss_of, num_parameters
@@ -40,6 +40,7 @@ class Outcome:
     state: RunState
     seconds: dict[str, float]
     is_finished: bool
+    stop_signal: int
 
 
 def run_replica(job: Job, console: Console) -> Outcome:
@@ -47,7 +48,7 @@ def run_replica(job: Job, console: Console) -> Outcome:
     disable_progress_bar()  # transformers' own would tear the display
     device = choose_device(job)
     seed_everything(job.config.run.seed)
-    transport = join(job.place, device, job.config.launch.timeout_seconds)
+    transport = join(job.place, device, job.config.launch.backend, job.config.launch.timeout_seconds)
     job = settle_folder(job, transport)
     with ExitStack() as stack:
         run = Run(job, device, transport, console, stack)
@@ -60,10 +61,14 @@ class Run:
 
     def __init__(self, job: Job, device: torch.device, transport: Transport, console: Console, stack: ExitStack) -> None:
         self._job, self._config, self._device, self._transport = job, job.config, device, transport
-        self._clock = Clock()
+        is_cuda = device.type == "cuda"
+        # DeMo waits for the GPU before each exchange anyway, so that waiting a little earlier costs nothing.
+        has_early_sync = is_cuda and job.config.optim.optimizer in ("demo", "published")
+        self._clock = Clock(torch.cuda.synchronize if has_early_sync else None)
         self._data = load_data(self._config)
-        self._checkpoints = Checkpoints(job.folder, transport, job.place.local_replica)
-        self._checkpoints.clean()
+        self._checkpoints = Checkpoints(job.folder, transport)
+        if self._checkpoints.is_keeper:
+            stack.enter_context(lock(job.folder))
         checkpoint, self._state = self._find_start()
         agree(self._config, self._data, self._state.step, transport)
         self._order = Order(
@@ -79,7 +84,7 @@ class Run:
         self._stream = Stream(self._data.train, self._order, self._state.position, self._config.data.workers)
         stack.callback(self._stream.close)
         self._start_reporting(console, stack)
-        self._stop = stack.enter_context(StopRequest(job.watch_parent))
+        self._stop = stack.enter_context(StopRequest(job.parent, transport.replica == 0))
         self._clock.end_set_up()
 
     def _find_start(self) -> tuple[Path | None, RunState]:
@@ -91,7 +96,8 @@ class Run:
             raise TrainingError(f"the run in {self._job.folder} is at its last step, {state.step}; --steps can add more")
         if state.optimizer != optimizer:
             raise CheckpointError(f"the checkpoint is of optimizer={state.optimizer}, this run has {optimizer}")
-        if state.num_replicas != num_replicas and self._job.residual == "exact":
+        has_residual = optimizer in ("demo", "published")
+        if has_residual and state.num_replicas != num_replicas and self._job.residual == "exact":
             raise CheckpointError(
                 f"the checkpoint is of {state.num_replicas} replicas, this run has {num_replicas}: start as many, or pass "
                 "--residual zero to go on with empty momenta"
@@ -102,8 +108,9 @@ class Run:
         self._model = build_model(self._config, sizes_of(self._data))
         if checkpoint is not None and self._transport.replica == 0:
             # The others get the weights from replica 0, as at the beginning of any run.
-            check_files(checkpoint, "replica-0", "model")
-            loaded = type(self._model).from_pretrained(checkpoint / "model", local_files_only=True)  # type: ignore[attr-defined]
+            check_files(checkpoint, 0, "model")
+            kind: Any = type(self._model)
+            loaded = kind.from_pretrained(checkpoint / "model", local_files_only=True, use_safetensors=True)
             self._model.load_state_dict(loaded.state_dict())
         self._model.to(self._device).train()
         # From here on, what is random (dropout) differs between replicas.
@@ -113,25 +120,28 @@ class Run:
         self._method: Method = build_method(self._config.optim, self._model, self._callable_model, self._transport)
 
     def _restore(self, checkpoint: Path) -> None:
-        replica = 0 if self._job.residual == "zero" else self._transport.replica
-        state = self._checkpoints.load_state(checkpoint, replica)
-        if state["optimizer"] is None:
-            state["optimizer"] = self._checkpoints.load_state(checkpoint, 0)["optimizer"]
-        self._method.load_state_dict(state["optimizer"], self._job.residual)
+        here, own = self._checkpoints.replicas_here(checkpoint), self._transport.replica
+        has_own = own in here and self._job.residual == "exact"
+        needs_own = not self._method.state_is_shared and self._job.residual == "exact"
+        state = self._checkpoints.load_state(checkpoint, own if has_own or needs_own else min(here, default=0))
+        if has_own:
+            torch.set_rng_state(state["random"])
+            if self._device.type == "cuda" and state["random_cuda"] is not None:
+                torch.cuda.set_rng_state(state["random_cuda"], self._device)
         for name, buffer in self._model.named_buffers():
             buffer.copy_(state["buffers"][name])
-        torch.set_rng_state(state["random"])
-        if self._device.type == "cuda" and state["random_cuda"] is not None:
-            torch.cuda.set_rng_state(state["random_cuda"], self._device)
+        for other in here:
+            if state["optimizer"] is None:
+                state["optimizer"] = self._checkpoints.load_state(checkpoint, other)["optimizer"]
+        self._method.load_state_dict(state["optimizer"], self._job.residual)
 
     def _start_reporting(self, console: Console, stack: ExitStack) -> None:
-        if self._job.place.local_replica == 0:
-            self._job.folder.mkdir(parents=True, exist_ok=True)
-            (self._job.folder / "config.toml").write_text(as_toml(self._config), encoding="utf-8")
+        if self._checkpoints.is_keeper:
+            aside = self._job.folder / "config.toml.new"
+            aside.write_text(as_toml(self._config), encoding="utf-8")
+            aside.replace(self._job.folder / "config.toml")
         is_first, num_replicas = self._transport.replica == 0, self._transport.num_replicas
-        # DDP's exchange runs beside the GPU's other work; nothing says how much of it was waiting.
-        waits_are_known = self._device.type == "cpu" or not self._method.state_is_shared or num_replicas == 1
-        self._reporter = Reporter(self._config, self._job.folder, self._state.step, is_first, waits_are_known, console)
+        self._reporter = Reporter(self._config, self._job.folder, self._state.step, is_first, self._waits_are_known, console)
         stack.callback(self._reporter.close)
         optim = self._config.optim
         rule = (
@@ -140,8 +150,10 @@ class Run:
         self._reporter.say(
             f"{self._config.model.architecture} with {num_parameters(self._model):,} parameters on {self._data.description}"
         )
+        backend = f" over {backend_name()}" if num_replicas > 1 else ""
         self._reporter.say(
-            f"{optim.optimizer}{rule}, {num_replicas} replicas on {self._device.type}, run in {self._job.folder}"
+            f"{optim.optimizer}{rule}, {_count(num_replicas, 'replica')} on {self._device.type}{backend}, "
+            f"run in {self._job.folder}"
         )
 
     def train(self) -> None:
@@ -183,9 +195,9 @@ class Run:
     def _count_step(self, step: int) -> None:
         """Count the step, and what of its time and bytes was the network's."""
         traffic = self._method.traffic.last_step
-        self._clock.move(
-            traffic.wait_seconds, "forward and backward" if self._method.state_is_shared else "optimizer", "network"
-        )
+        if self._waits_are_known:
+            source = "forward and backward" if self._method.state_is_shared else "optimizer"
+            self._clock.move(traffic.wait_seconds, source, "network")
         self._state = dataclasses.replace(
             self._state,
             step=step,
@@ -193,6 +205,13 @@ class Run:
             sent_bytes=self._state.sent_bytes + traffic.sent_bytes,
             received_bytes=self._state.received_bytes + traffic.received_bytes,
         )
+
+    @property
+    def _waits_are_known(self) -> bool:
+        """DDP's exchange, and NCCL's, run beside the GPU's other work: nothing says how much of that was waiting."""
+        if self._transport.num_replicas == 1 or self._device.type == "cpu":
+            return True
+        return not self._method.state_is_shared and backend_name() == "gloo"
 
     def _look_up(self, journal: Journal) -> bool:
         """Between two steps: exchange news, evaluate and save where it is time to. True: all replicas stop here."""
@@ -202,7 +221,9 @@ class Run:
         saves = is_last or (run.checkpoint_every > 0 and step % run.checkpoint_every == 0)
         if not (journal.is_due or evaluates or saves):
             return False
-        news = journal.exchange(self._stop.is_asked)
+        # Reading the losses waits for a GPU that is still computing.
+        with self._clock.phase("network" if self._device.type == "cpu" else "forward and backward"):
+            news = journal.exchange(self._stop.is_asked)
         is_text = isinstance(self._data, TextData)
         units = (self._config.data.sequence, "tokens") if is_text else (1, "images")
         self._reporter.news(news, self._method.traffic.last_step, self._clock, *units)
@@ -237,8 +258,8 @@ class Run:
         self._checkpoints.save(state, self._replica_state, self._write_model, is_best)
 
     def _replica_state(self) -> dict[str, Any]:
-        # Where all replicas have the same optimizer state, one copy is enough.
-        is_copy = self._method.state_is_shared and self._transport.replica > 0
+        # Where all replicas have the same optimizer state, one copy per disk is enough.
+        is_copy = self._method.state_is_shared and not self._checkpoints.is_keeper
         return {
             "optimizer": None if is_copy else self._method.state_dict(),
             "buffers": dict(self._model.named_buffers()),
@@ -263,4 +284,9 @@ class Run:
             state=dataclasses.replace(self._state, elapsed_seconds=elapsed),
             seconds=self._clock.table(),
             is_finished=self._state.step >= self._config.schedule.steps,
+            stop_signal=self._stop.signal_number,
         )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

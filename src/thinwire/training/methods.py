@@ -1,7 +1,8 @@
 """How replicas train together: DeMo, or an optimizer whose gradients DDP averages. The loop sees only `Method`."""
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -98,7 +99,7 @@ class Decoupled:
         _set_lrs([self.optimizer], [self._peaks], share)
 
     def accumulating(self) -> AbstractContextManager[Any]:
-        """Hold DDP's averaging back, where there is any."""
+        """There is no averaging to hold back."""
         return nullcontext()
 
     def clip(self, largest_norm: float) -> None:
@@ -116,7 +117,8 @@ class Decoupled:
 
     def load_state_dict(self, state: dict[str, Any], residual: str) -> None:
         """The optimizers' own."""
-        self.optimizer.load_state_dict(state, residual=residual)
+        with _own_settings(self.optimizer):
+            self.optimizer.load_state_dict(state, residual=residual)
 
 
 class Averaged:
@@ -163,7 +165,8 @@ class Averaged:
     def load_state_dict(self, state: dict[str, Any], residual: str) -> None:
         """The optimizers' own."""
         for place, optimizer in enumerate(self._optimizers):
-            optimizer.load_state_dict(state[str(place)])
+            with _own_settings(optimizer):
+                optimizer.load_state_dict(state[str(place)])
 
 
 Named = tuple[str, nn.Parameter]
@@ -179,6 +182,10 @@ def _averaged_optimizers(config: OptimConfig, model: nn.Module) -> list[Optimize
     if config.optimizer == "lion":
         return [_lion()(_decay_groups(named, decay), lr=config.lr, betas=betas)]
     hidden, rest = _split_hidden(model, named)
+    if not hidden:
+        raise TrainingError(
+            "optimizer=muon has nothing to do: this model has no hidden matrices (convolutions do not count)"
+        )
     # With steps of AdamW's size, one learning rate serves the hidden matrices and the rest.
     muon = torch.optim.Muon(hidden, config.lr, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     return [muon, torch.optim.AdamW(_decay_groups(rest, decay), config.lr, betas=betas, fused=True)]
@@ -208,6 +215,16 @@ def _split_hidden(model: nn.Module, named: list[Named]) -> tuple[list[Named], li
     hidden = [(name, parameter) for name, parameter in named if parameter.dim() == 2 and id(parameter) not in outer]
     inside = {id(parameter) for _, parameter in hidden}
     return hidden, [(name, parameter) for name, parameter in named if id(parameter) not in inside]
+
+
+@contextmanager
+def _own_settings(optimizer: Optimizer) -> Iterator[None]:
+    """Load a state without its settings: a resumed run has those that it was started with."""
+    kept = ("params", "param_names", "num_steps")
+    before = [{name: value for name, value in group.items() if name not in kept} for group in optimizer.param_groups]
+    yield
+    for group, settings in zip(optimizer.param_groups, before, strict=True):
+        group.update(settings)
 
 
 def _set_lrs(optimizers: list[Any], peaks: list[list[float]], share: float) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.errors import check_choice
+from thinwire.core.errors import check_choice, first_line
 from thinwire.training.config import TrainConfig
 from thinwire.training.errors import TrainingError
 from thinwire.training.examples import Batch
@@ -48,7 +48,9 @@ def build_model(config: TrainConfig, sizes: Sizes) -> nn.Module:
     else:
         model_config = _read_config(name)
         _check_fits(model_config, config, sizes)
-    model: nn.Module = _load_pretrained(kind, name) if config.model.pretrained else kind.from_config(model_config)
+    model: nn.Module = (
+        _load_pretrained(kind, name) if config.model.pretrained else kind.from_config(model_config, dtype=torch.float32)
+    )
     if config.model.activation_checkpointing:
         model.gradient_checkpointing_enable()  # type: ignore[operator]
     return model
@@ -152,8 +154,7 @@ def _read_config(path: str) -> Any:
         # Code that lies beside a model is never run, and nothing is downloaded.
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise TrainingError(f"architecture={path!r} is not a model folder or config.json: {reason}") from error
+        raise TrainingError(f"architecture={path!r} is not a model folder or config.json: {first_line(error)}") from error
 
 
 def _load_pretrained(kind: Any, path: str) -> nn.Module:
@@ -162,7 +163,7 @@ def _load_pretrained(kind: Any, path: str) -> nn.Module:
             path, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=torch.float32
         )
     except Exception as error:  # safetensors and transformers raise many kinds
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise TrainingError(f"architecture={path!r}: the weights cannot be loaded (safetensors only): {reason}") from error
     return model
 

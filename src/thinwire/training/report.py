@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from thinwire.core.errors import first_line
 from thinwire.planner.links import format_bytes
 from thinwire.training.logs import Row, read_rows
 from thinwire.training.loop import Outcome
@@ -29,16 +30,15 @@ def finish(outcome: Outcome, console: Console) -> None:
         console.print(f"stopped after step {outcome.state.step}, with a checkpoint", highlight=False)
         console.print(f"go on with: thinwire train --resume {folder}", highlight=False, soft_wrap=True)
         return
-    sample = _sample(outcome)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    sample = _sample(outcome, console)
     if sample:
         (folder / "sample.txt").write_text(sample, encoding="utf-8")
-        summary["sample"] = sample
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     try:
         draw_losses({outcome.state.optimizer: rows}, folder / "loss.png")
     except ImportError:
         console.print("no loss.png: the figure needs the package matplotlib", highlight=False)
-    _print(summary, console, folder)
+    _print(summary, sample, console, folder)
 
 
 def summarise(outcome: Outcome, rows: list[Row]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def summarise(outcome: Outcome, rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def _print(summary: dict[str, Any], console: Console, folder: Path) -> None:
+def _print(summary: dict[str, Any], sample: str, console: Console, folder: Path) -> None:
     console.print()
     accuracy = "" if summary["accuracy"] is None else f", {summary['accuracy']:.1%} right"
     console.print(
@@ -79,9 +79,11 @@ def _print(summary: dict[str, Any], console: Console, folder: Path) -> None:
     )
     console.print(_byte_table(summary))
     console.print(_time_table(summary["seconds"]))
-    if "sample" in summary:
+    if sample:
+        # A model that has not learned much writes control characters, which a terminal would obey.
+        harmless = "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in sample)
         console.print("a sample of its text:", highlight=False)
-        console.print(summary["sample"], highlight=False, markup=False, style="dim")
+        console.print(harmless, highlight=False, markup=False, style="dim")
     console.print(f"\nrun folder: {folder} (loss.png, log.jsonl, summary.json, checkpoints/last/model)", soft_wrap=True)
 
 
@@ -111,8 +113,16 @@ def _time_table(seconds: dict[str, float]) -> Table:
     return table
 
 
+def _sample(outcome: Outcome, console: Console) -> str:
+    try:
+        return _generate(outcome)
+    except Exception as error:  # not every model can generate; the run is done all the same
+        console.print(f"no sample: {first_line(error)}", highlight=False, markup=False)
+        return ""
+
+
 @torch.no_grad()
-def _sample(outcome: Outcome) -> str:
+def _generate(outcome: Outcome) -> str:
     """The model's own continuation of the first validation text."""
     data, config = outcome.data, outcome.job.config
     wanted = min(config.run.sample_tokens, config.data.sequence - _PROMPT_TOKENS)

@@ -10,9 +10,10 @@ from thinwire.exchange.plan import TensorSpec
 from thinwire.training.config import TrainConfig
 from thinwire.training.examples import Batch
 from thinwire.training.models import Sizes, build_model, is_image_model, loss_of
+from thinwire.training.text import vocab_size_of
 
 # Only shapes count here; the number of classes hardly changes them.
-_USUAL_CLASSES, _USUAL_CHANNELS, _BYTES = 10, 1, 256
+_USUAL_CLASSES, _USUAL_CHANNELS = 10, 1
 
 
 def build_on_meta(config: TrainConfig) -> nn.Module:
@@ -26,11 +27,7 @@ def _usual_sizes(config: TrainConfig) -> Sizes:
     if is_image_model(config):
         channels = _USUAL_CHANNELS if config.data.dataset == "digits" else 3
         return Sizes(num_classes=_USUAL_CLASSES, num_channels=channels)
-    if config.data.vocab_size or config.data.tokenizer == "bytes":
-        return Sizes(vocab_size=config.data.vocab_size or _BYTES)
-    from tokenizers import Tokenizer
-
-    return Sizes(vocab_size=Tokenizer.from_file(config.data.tokenizer).get_vocab_size())
+    return Sizes(vocab_size=vocab_size_of(config.data))
 
 
 def specs_of(model: nn.Module) -> list[TensorSpec]:

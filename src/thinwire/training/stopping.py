@@ -11,11 +11,15 @@ _SAME_REQUEST_SECONDS = 1.0
 
 
 class StopRequest:
-    """Listens for SIGINT and SIGTERM, and for the end of the launcher, as long as the context lasts."""
+    """Listens for SIGINT and SIGTERM, and for the end of the launcher, as long as the context lasts.
 
-    def __init__(self, watch_parent: bool) -> None:
-        self._parent = os.getppid() if watch_parent else None
+    ``answers``: whether this process tells the person who asked that it was heard.
+    """
+
+    def __init__(self, parent: int | None, answers: bool) -> None:
+        self._parent, self._answers = parent, answers
         self._asked_at: float | None = None
+        self.signal_number = 0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -30,7 +34,10 @@ class StopRequest:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self._asked_at is not None and time.monotonic() - self._asked_at > _SAME_REQUEST_SECONDS:
             raise KeyboardInterrupt
-        self._asked_at = self._asked_at or time.monotonic()
+        if self._asked_at is None:
+            self._asked_at, self.signal_number = time.monotonic(), number
+            if self._answers and number == signal.SIGINT:
+                os.write(2, b"\nstopping after this step, with a checkpoint; press again to end at once\n")
 
     @property
     def is_asked(self) -> bool:

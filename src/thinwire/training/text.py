@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from thinwire.core.errors import first_line
 from thinwire.training.config import DataConfig
 from thinwire.training.errors import TrainingError
 from thinwire.training.examples import Array, Examples, TokenWindows
@@ -18,6 +20,7 @@ from thinwire.training.examples import Array, Examples, TokenWindows
 _SHARD_MAGIC = 20240520
 _SHARD_HEADER_INTS = 256
 _GPT2_VOCAB_SIZE = 50304
+_IS_VALIDATION = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|\d|$)")
 # Cut long texts here and there, so that a tokenizer can work on pieces.
 _PIECE_BYTES = 1 << 20
 
@@ -33,9 +36,22 @@ class TextData:
     description: str
 
 
+def is_shards(config: DataConfig) -> bool:
+    """Whether the data are token shards."""
+    path = Path(config.dataset)
+    return config.dataset.endswith(".bin") or (path.is_dir() and any(path.glob("*.bin")))
+
+
+def vocab_size_of(config: DataConfig) -> int:
+    """The size of the vocabulary, without reading the data."""
+    if config.vocab_size:
+        return config.vocab_size
+    return _GPT2_VOCAB_SIZE if is_shards(config) else _tokenizer(config)[0]
+
+
 def load_text(config: DataConfig, cache: Path) -> TextData:
     """The data set that ``config.dataset`` names."""
-    if config.dataset.endswith(".bin") or (Path(config.dataset).is_dir() and any(Path(config.dataset).glob("*.bin"))):
+    if is_shards(config):
         return _load_shards(config)
     text = read_text(config)
     vocab_size, decode, encode = _tokenizer(config)
@@ -115,7 +131,7 @@ def hugging_face_split(config: DataConfig, split: str, columns: tuple[str, ...])
     try:
         loaded = datasets.load_dataset(name, split=split)
     except Exception as error:  # it raises many kinds
-        raise TrainingError(f"dataset={config.dataset!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise TrainingError(f"dataset={config.dataset!r} cannot be loaded: {first_line(error)}") from error
     for column in columns:
         if column not in loaded.column_names:
             raise TrainingError(f"dataset={config.dataset!r} has no column {column!r}, but {', '.join(loaded.column_names)}")
@@ -144,8 +160,11 @@ def _tokenizer(config: DataConfig) -> tuple[int, Callable[[list[int]], str], Enc
 
     def encode(text: bytes) -> Array:
         pieces = (piece.decode(errors="replace") for piece in _pieces(text))
-        return np.concatenate([np.asarray(tokenizer.encode(piece).ids, dtype=np.uint32) for piece in pieces])
+        ids = (tokenizer.encode(piece, add_special_tokens=False).ids for piece in pieces)
+        return np.concatenate([np.asarray(part, dtype=np.uint32) for part in ids])
 
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     # Sizes that are multiples of 64 cut well and multiply fast.
     vocab_size = -(-tokenizer.get_vocab_size() // 64) * 64
     return vocab_size, tokenizer.decode, encode
@@ -179,7 +198,7 @@ def _cached(text: bytes, tokenizer: Path, encode: Encode, cache: Path) -> Array:
 def _load_shards(config: DataConfig) -> TextData:
     path = Path(config.dataset)
     files = sorted(path.glob("*.bin")) if path.is_dir() else [path]
-    validation = [file for file in files if "val" in file.stem]
+    validation = [file for file in files if _IS_VALIDATION.search(file.stem)]
     train = [file for file in files if file not in validation]
     vocab_size = config.vocab_size or _GPT2_VOCAB_SIZE
     train_parts, validation_parts = [_read_shard(file) for file in train], [_read_shard(file) for file in validation]

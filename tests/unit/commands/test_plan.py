@@ -27,6 +27,8 @@ def test_models_by_recipe_folder_and_number(tmp_path: Path) -> None:
         tensors_of("no-such-model")
     with pytest.raises(TrainingError, match="is not a number of parameters"):
         tensors_of("1.2.3M")
+    with pytest.raises(TrainingError, match="must be from 1 to 1e"):
+        tensors_of("99999999999999G")
 
 
 def test_the_command_prints_a_table_an_advice_and_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,10 @@ def test_first_hosts(nodes: str, host: str) -> None:
 
 
 def test_nonsense_is_named() -> None:
+    with pytest.raises(ValueError, match="make this replica 0 of 0"):
+        find_place({"RANK": "0", "WORLD_SIZE": "0"})
+    with pytest.raises(ValueError, match="MASTER_ADDR and MASTER_PORT must say where"):
+        find_place({"RANK": "0", "WORLD_SIZE": "2"})
     with pytest.raises(ValueError, match="RANK must be a whole number, it is 'first'"):
         find_place({"RANK": "first", "WORLD_SIZE": "2"})
     with pytest.raises(ValueError, match="names no host"):

@@ -14,7 +14,7 @@ from thinwire.core.errors import CheckpointError
 from thinwire.exchange.loopback import run_replicas
 from thinwire.exchange.transport import SoloTransport, Transport
 from thinwire.parallel.state_files import read_state, write_state
-from thinwire.training.checkpoints import Checkpoints, RunState, check_files, find_last
+from thinwire.training.checkpoints import Checkpoints, RunState, available_steps, check_files, read_run
 
 RUN = RunState(10, 320, 1, "demo", 2.5, 2.5, 1.0, 100, 100)
 
@@ -30,8 +30,11 @@ def write_model(folder: Path) -> None:
 
 def save(folder: Path, step: int = 10, best: bool = False, transport: Transport | None = None) -> Path:
     run = dataclasses.replace(RUN, step=step)
-    checkpoints = Checkpoints(folder, transport or SoloTransport(), transport.replica if transport else 0)
-    return checkpoints.save(run, state, write_model, best)
+    return Checkpoints(folder, transport or SoloTransport()).save(run, state, write_model, best)
+
+
+def find_last(folder: Path) -> tuple[Path, RunState]:
+    return Checkpoints(folder, SoloTransport()).load_run()
 
 
 def test_states_survive_files_bit_by_bit(tmp_path: Path) -> None:
@@ -70,7 +73,7 @@ def test_last_and_best_are_kept_and_nothing_else(tmp_path: Path) -> None:
     assert os.readlink(tmp_path / "checkpoints" / "best") == "step-000020"
     checkpoint, run = find_last(tmp_path)
     assert (checkpoint.name, run.step, run.position) == ("step-000040", 40, 320)
-    loaded = Checkpoints(tmp_path, SoloTransport(), 0).load_state(checkpoint, 0)
+    loaded = Checkpoints(tmp_path, SoloTransport()).load_state(checkpoint, 0)
     assert torch.equal(loaded["momentum"], torch.arange(6.0))
 
 
@@ -83,7 +86,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(CheckpointError, match=r"step 20: replica 0 could not write .*No space left on device"):
-        Checkpoints(tmp_path, SoloTransport(), 0).save(dataclasses.replace(RUN, step=20), state, no_space, True)
+        Checkpoints(tmp_path, SoloTransport()).save(dataclasses.replace(RUN, step=20), state, no_space, True)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["last", "step-000010"]
     assert find_last(tmp_path)[1].step == 10
 
@@ -97,7 +100,7 @@ def test_one_replica_without_space_is_named_on_all(tmp_path: Path) -> None:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return state()
 
-        checkpoints = Checkpoints(tmp_path, transport, transport.replica)
+        checkpoints = Checkpoints(tmp_path, transport)
         with pytest.raises(CheckpointError) as error:
             checkpoints.save(dataclasses.replace(RUN, step=20), own_state, write_model, False)
         return str(error.value)
@@ -115,11 +118,11 @@ def test_a_checkpoint_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
     (partial / "replica-0" / "state" / "rubbish").write_text("from a killed process")
     save(tmp_path, 10)
     (tmp_path / "checkpoints" / "step-000020.partial" / "replica-7").mkdir(parents=True)
-    Checkpoints(tmp_path, SoloTransport(), 0).clean()
+    Checkpoints(tmp_path, SoloTransport())
     assert not list(tmp_path.rglob("*.partial"))
     checkpoint, _ = find_last(tmp_path)
     assert not list(tmp_path.rglob("rubbish"))
-    check_files(checkpoint, "replica-0", "model")
+    check_files(checkpoint, 0, "model")
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
@@ -134,18 +137,21 @@ def test_damaged_files_are_refused(damage: str, tmp_path: Path) -> None:
         path.write_bytes(content if damage == "flip" else content[:-1])
     words = "is missing: the checkpoint is not whole" if damage == "remove" else "is damaged: its length or SHA-256"
     with pytest.raises(CheckpointError, match=words):
-        Checkpoints(tmp_path, SoloTransport(), 0).load_state(checkpoint, 0)
+        Checkpoints(tmp_path, SoloTransport()).load_state(checkpoint, 0)
 
 
 def test_foreign_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"checkpoints/last is missing"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint is there for all replicas"):
         find_last(tmp_path)
     checkpoint = save(tmp_path)
     with pytest.raises(CheckpointError, match="has no state of replica-3"):
-        Checkpoints(tmp_path, SoloTransport(), 0).load_state(checkpoint, 3)
+        Checkpoints(tmp_path, SoloTransport()).load_state(checkpoint, 3)
     facts = json.loads((checkpoint / "replica-0" / "run.json").read_text())
     (checkpoint / "replica-0" / "run.json").write_text(json.dumps({**facts, "step": 99}))
     with pytest.raises(CheckpointError, match=r"run\.json is damaged"):
+        find_last(tmp_path)
+    (checkpoint / "files-0.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"does not list replica-0/run\.json"):
         find_last(tmp_path)
     (checkpoint / "files-0.json").unlink()
     with pytest.raises(CheckpointError, match="so this is no checkpoint of thinwire"):
@@ -161,10 +167,48 @@ def test_replicas_on_machines_of_their_own(tmp_path: Path) -> None:
 
     def work(transport: Transport) -> int:
         folder = tmp_path / f"machine-{transport.replica}"
-        checkpoints = Checkpoints(folder, transport, 0)
+        checkpoints = Checkpoints(folder, transport)
         checkpoints.save(RUN, lambda: {"own": torch.tensor(transport.replica)}, write_model, True)
         checkpoint, run = checkpoints.load_run()
         assert run.step == 10
         return int(checkpoints.load_state(checkpoint, transport.replica)["own"])
 
     assert run_replicas(work, 2) == [0, 1]
+
+
+def test_machines_that_share_a_disk_have_one_keeper(tmp_path: Path) -> None:
+    """Every replica could be the first of its machine; only one may rename and remove."""
+
+    def work(transport: Transport) -> bool:
+        checkpoints = Checkpoints(tmp_path, transport)
+        for step in (10, 20, 30):
+            checkpoints.save(dataclasses.replace(RUN, step=step), state, write_model, step == 10)
+        return checkpoints.is_keeper
+
+    assert run_replicas(work, 4) == [True, False, False, False]
+    assert available_steps(tmp_path) == [30, 10]
+    for name in ("last", "best"):
+        checkpoint = (tmp_path / "checkpoints" / name).resolve()
+        for replica in range(4):
+            check_files(checkpoint, replica, f"replica-{replica}")
+    left = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert sorted(left) == ["best", "last", "step-000010", "step-000030"]
+
+
+def test_the_newest_checkpoint_that_all_have_is_taken(tmp_path: Path) -> None:
+    """One machine was killed when the other had already given step 20 its name."""
+
+    def work(transport: Transport) -> int:
+        folder = tmp_path / f"machine-{transport.replica}"
+        checkpoints = Checkpoints(folder, transport)
+        assert checkpoints.is_keeper
+        checkpoints.save(RUN, state, write_model, True)
+        if transport.replica == 0:
+            (folder / "checkpoints" / "step-000010").rename(folder / "kept")
+            save(folder, 20)
+            (folder / "kept").rename(folder / "checkpoints" / "step-000010")
+        return Checkpoints(folder, transport).load_run()[1].step
+
+    assert run_replicas(work, 2) == [10, 10]
+    assert available_steps(tmp_path / "machine-0") == [20, 10]
+    assert read_run(tmp_path / "machine-0" / "checkpoints" / "step-000020", 0).step == 20

@@ -97,6 +97,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ({"momentum_decay": 1.5}, 1, "momentum_decay must be a finite number from 0.0 to 1.0"),
         ({"values": "int9"}, 1, "values='int9' is not one of"),
         ({"validation": 0.0}, 1, "validation must be"),
+        ({"seed": 2**40}, 1, "must be below 2"),
+        ({"optimizer": "published", "values": "int8"}, 1, "values='int8' is no part of the published algorithm"),
     ],
 )
 def test_values_that_cannot_work(changes: dict[str, object], replicas: int, words: str) -> None:
@@ -114,6 +116,8 @@ def test_flags_weigh_more_than_the_file_and_the_file_more_than_the_recipe(tmp_pa
 def test_another_optimizer_brings_its_own_learning_rate() -> None:
     assert train.parse(["quickstart", "--optimizer", "adamw"]).settings == recipes.build("quickstart", "adamw")
     assert train.parse(["quickstart", "--optimizer=adamw", "--lr", "0.5"]).settings.optim.lr == 0.5
+    twice = ["quickstart", "--optimizer", "adamw", "--optimizer", "sgd"]
+    assert train.parse(twice).settings == recipes.build("quickstart", "sgd")
 
 
 def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,6 +134,10 @@ def test_wrong_flags_name_the_nearest(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--topk" in capsys.readouterr().err
     with pytest.raises(TrainingError, match="did you mean 'quickstart'"):
         train.parse(["quikstart"])
+    with pytest.raises(TrainingError, match="the recipe 'vit' must come first"):
+        train.parse(["--steps", "5", "vit"])
+    with pytest.raises(TrainingError, match="--residual zero is for --resume alone"):
+        train.parse(["vit", "--residual", "zero"])
 
 
 def test_what_may_change_in_a_resumed_run(tmp_path: Path) -> None:
@@ -140,6 +148,12 @@ def test_what_may_change_in_a_resumed_run(tmp_path: Path) -> None:
             train.parse(["--resume", str(tmp_path), *flags])
     with pytest.raises(TrainingError, match="leave the recipe 'vit' out"):
         train.parse(["vit", "--resume", str(tmp_path)])
+    with pytest.raises(TrainingError, match="leave --out elsewhere out"):
+        train.parse(["--resume", str(tmp_path), "--out", "elsewhere"])
+    whole = (tmp_path / "config.toml").read_text()
+    (tmp_path / "config.toml").write_text(whole[: len(whole) // 2].rsplit("\n", 1)[0])
+    with pytest.raises(CheckpointError, match="is not whole: it lacks"):
+        train.parse(["--resume", str(tmp_path)])
     with pytest.raises(CheckpointError, match="this is not a run folder"):
         train.parse(["--resume", str(tmp_path / "nowhere")])
 

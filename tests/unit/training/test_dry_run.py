@@ -11,7 +11,7 @@ from rich.console import Console
 from thinwire.exchange.transport import SoloTransport
 from thinwire.training.dry_run import describe, matmul_rate, memory_bytes
 from thinwire.training.methods import Decoupled
-from thinwire.training.models import Sizes, build_model
+from thinwire.training.models import Sizes, build_model, num_parameters
 from thinwire.training.recipes import build
 from thinwire.training.shapes import build_on_meta
 
@@ -46,6 +46,12 @@ def test_it_says_what_a_run_would_need(name: str, optimizer: str) -> None:
     assert "bytes per step and replica" in text
     assert text.count("bit/s") == 4
     assert re.search(r"together\s*│\s*[\d.]+ [kM]B", text)
+
+
+def test_shards_have_their_own_vocabulary() -> None:
+    config = build("quickstart")
+    config = replace(config, data=replace(config.data, dataset="somewhere.bin"))
+    assert num_parameters(build_on_meta(config)) == 885_888 + (50304 - 256) * 128
 
 
 def test_the_rate_of_a_matrix_product_is_a_rate() -> None:

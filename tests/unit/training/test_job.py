@@ -11,8 +11,16 @@ from thinwire.exchange.loopback import run_replicas
 from thinwire.exchange.transport import Transport
 from thinwire.parallel.place import Place
 from thinwire.training.config import DataConfig, TrainConfig
-from thinwire.training.job import Job, agree, settle_folder
+from thinwire.training.errors import TrainingError
+from thinwire.training.job import Job, agree, lock, settle_folder
 from thinwire.training.text import load_text
+
+
+class FakeFolder:
+    """A folder of a peer that means harm."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.parent = name, Path("runs")
 
 
 def outcome(config: TrainConfig, text: bytes, step: int, transport: Transport, folder: Path) -> str:
@@ -56,3 +64,33 @@ def test_all_replicas_take_the_name_of_replica_0() -> None:
         return settle_folder(Job(TrainConfig(), Place(), Path("runs") / f"at-{transport.replica}"), transport).folder
 
     assert run_replicas(work, 3) == [Path("runs/at-0")] * 3
+
+
+@pytest.mark.parametrize("name", ["..", "", "a/b", "a\nb"])
+def test_a_name_that_leads_elsewhere_is_refused(name: str) -> None:
+    def work(transport: Transport) -> str:
+        job = Job(TrainConfig(), Place(), Path("runs") / "here")
+        if transport.replica == 0:
+            job = replace(job, folder=FakeFolder(name))  # type: ignore[arg-type]
+        with pytest.raises(AgreementError, match="which is no name of a folder"):
+            settle_folder(job, transport)
+        return "refused"
+
+    assert run_replicas(work, 2) == ["refused"] * 2
+
+
+def test_one_run_at_a_time_in_a_folder(tmp_path: Path) -> None:
+    with lock(tmp_path), pytest.raises(TrainingError, match="another run is writing to this folder"), lock(tmp_path):
+        pass
+    with lock(tmp_path):
+        pass
+
+
+def test_all_or_none_resume() -> None:
+    def work(transport: Transport) -> str:
+        job = Job(TrainConfig(), Place(), Path("runs/x"), resume=transport.replica == 1)
+        with pytest.raises(AgreementError) as error:
+            settle_folder(job, transport)
+        return str(error.value)
+
+    assert run_replicas(work, 2) == ["of replicas 0 and 1 one was started with --resume and the other without"] * 2

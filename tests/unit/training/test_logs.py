@@ -56,6 +56,7 @@ def test_weights_and_biases_is_told_if_asked_for(tmp_path: Path, monkeypatch: py
     log.close()
     assert told[0]["project"] == "mine"
     assert told[0]["config"] == {"lr": 3}
+    assert told[0]["resume"] == "allow"
     assert told[1:] == [(1, {"step/loss": 2.0}), "finished"]
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(TrainingError, match="needs the package wandb"):

@@ -9,6 +9,7 @@ from torch import nn
 from thinwire.exchange.loopback import run_replicas
 from thinwire.exchange.transport import SoloTransport, Transport
 from thinwire.training.config import OptimConfig, ScheduleConfig
+from thinwire.training.errors import TrainingError
 from thinwire.training.methods import Averaged, Decoupled, Method, build_method, lr_share
 from thinwire.training.recipes import OPTIMIZERS
 
@@ -64,6 +65,28 @@ def test_muon_takes_the_hidden_matrices_only() -> None:
     muon, adamw = method._optimizers
     assert [p is model[1].weight for group in muon.param_groups for p in group["params"]] == [True]
     assert sum(len(group["params"]) for group in adamw.param_groups) == 6
+
+
+def test_muon_without_matrices_is_refused() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+    with pytest.raises(TrainingError, match="no hidden matrices"):
+        build_method(OptimConfig(optimizer="muon"), model, model, SoloTransport())
+
+
+@pytest.mark.parametrize("optimizer", ["demo", "adamw"])
+def test_a_resumed_run_has_the_settings_it_was_started_with(optimizer: str) -> None:
+    model = net()
+    before = build_method(OptimConfig(optimizer=optimizer, weight_decay=0.1), model, model, SoloTransport())  # type: ignore[arg-type]
+    train(before, 3)
+    changed = OptimConfig(optimizer=optimizer, weight_decay=0.5, momentum_decay=0.5, beta2=0.5)  # type: ignore[arg-type]
+    after = build_method(changed, model, model, SoloTransport())
+    after.load_state_dict(deepcopy(before.state_dict()), "exact")
+    groups = after.optimizer.param_groups if isinstance(after, Decoupled) else after._optimizers[0].param_groups
+    assert groups[0]["weight_decay"] == 0.5
+    assert groups[0]["betas"][1] == 0.5
+    if isinstance(after, Decoupled):
+        assert groups[0]["momentum_decay"] == 0.5
+        assert after.optimizer.num_steps == 3
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])

@@ -68,6 +68,13 @@ def test_a_model_folder_with_and_without_its_weights(tmp_path: Path) -> None:
     assert num_parameters(build_on_meta(text(str(tmp_path / "config.json")))) == num_parameters(saved)
 
 
+def test_parameters_are_float32_whatever_the_folder_says(tmp_path: Path) -> None:
+    build_model(text("llama"), Sizes(vocab_size=256)).bfloat16().save_pretrained(tmp_path)
+    for pretrained in (False, True):
+        model = build_model(text(str(tmp_path), pretrained=pretrained), Sizes(vocab_size=256))
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
 def test_models_that_do_not_fit(tmp_path: Path) -> None:
     build_model(text("llama"), Sizes(vocab_size=256)).save_pretrained(tmp_path)
     with pytest.raises(TrainingError, match=r"has 512 tokens, the model .* has room for 256"):

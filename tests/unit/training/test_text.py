@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from thinwire.training.config import DataConfig
 from thinwire.training.errors import TrainingError
-from thinwire.training.text import load_text, read_text
+from thinwire.training.text import load_text, read_text, vocab_size_of
 
 
 def data(dataset: object, **options: object) -> DataConfig:
@@ -83,7 +83,7 @@ def write_shard(path: Path, tokens: np.ndarray, header: bool, claim: int | None 
 @pytest.mark.parametrize("header", [True, False])
 def test_token_shards(header: bool, tmp_path: Path) -> None:
     write_shard(tmp_path / "train_000.bin", np.arange(1000), header)
-    write_shard(tmp_path / "train_001.bin", np.arange(2000, 2700), header)
+    write_shard(tmp_path / "train_interval.bin", np.arange(2000, 2700), header)
     write_shard(tmp_path / "val_000.bin", np.arange(5000, 5600), header)
     loaded = load_text(data(tmp_path, sequence=100), tmp_path)
     assert (len(loaded.train), len(loaded.validation), loaded.vocab_size) == (9 + 6, 5, 50304)
@@ -115,6 +115,23 @@ def test_a_tokenizer_and_its_cache(tokenizer_file: Path, tmp_path: Path) -> None
     assert first.decode is not None
     tokens = second.train.fetch(np.array([0])).inputs[0].tolist()
     assert first.decode(tokens).replace(" ", "").startswith("thecatsat")
+
+
+def test_a_tokenizers_truncation_is_not_the_datas(tokenizer_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 100)
+    whole = load_text(data(tmp_path / "text.txt", tokenizer=str(tokenizer_file)), tmp_path / "cache")
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    tokenizer.enable_truncation(20)
+    tokenizer.save(str(tmp_path / "short.json"))
+    short = load_text(data(tmp_path / "text.txt", tokenizer=str(tmp_path / "short.json")), tmp_path / "cache")
+    assert len(short.train) == len(whole.train)
+
+
+def test_the_vocabulary_is_known_without_reading(tokenizer_file: Path, tmp_path: Path) -> None:
+    assert vocab_size_of(data("stdlib")) == 256
+    assert vocab_size_of(data("nowhere.bin")) == 50304
+    assert vocab_size_of(data("nowhere", tokenizer=str(tokenizer_file))) == 64
+    assert vocab_size_of(data("nowhere", vocab_size=99)) == 99
 
 
 def test_tokenizers_that_do_not_fit(tokenizer_file: Path, tmp_path: Path) -> None:
