@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from thinwire.training.progress import format_clock
 from thinwire.training.text import TextData
 
 _PROMPT_TOKENS = 16
+_LABEL_POINTS = 11.0
 
 
 def finish(outcome: Outcome, console: Console) -> None:
@@ -143,27 +145,44 @@ _STYLES = (("-", "o", "#0072B2"), ("--", "s", "#D55E00"), ("-.", "^", "#009E73")
 
 def draw_losses(runs: dict[str, list[Row]], path: Path) -> None:
     """Validation losses of some runs against steps, with the training loss faint behind; readable in grey."""
-    import matplotlib
+    import matplotlib.ticker
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.2), dpi=130)
+    ends: list[tuple[float, float, str]] = []
     for (name, rows), (dashes, marker, colour) in zip(runs.items(), _STYLES * len(runs), strict=False):
         steps = [(row["step"], row["loss"]) for row in rows if row["kind"] == "step"]
         scores = [(row["step"], row["loss"]) for row in rows if row["kind"] == "evaluation"]
         if steps:
             axes.plot(*zip(*steps, strict=True), color=colour, alpha=0.25, linewidth=0.8)
         if scores:
-            axes.plot(*zip(*scores, strict=True), dashes, marker=marker, color=colour, markersize=4, label=name)
-            axes.annotate(f"{name} {scores[-1][1]:.3f}", scores[-1], xytext=(6, 0), textcoords="offset points", va="center")
+            axes.plot(*zip(*scores, strict=True), dashes, marker=marker, color=colour, markersize=4)
+            ends.append((scores[-1][1], scores[-1][0], f"{name} {scores[-1][1]:.3f}"))
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0)))
+    axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+    axes.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats)")
+    axes.set_ylabel("loss (nats, log scale)")
     axes.set_title("validation loss (marks); training loss (faint)", fontsize=10)
-    axes.margins(x=0.12)
+    axes.margins(x=0.02)
     axes.grid(alpha=0.3)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 0.88, 1))
+    _label_ends(axes, ends)
     figure.savefig(path)
     plt.close(figure)
+
+
+def _label_ends(axes: Any, ends: list[tuple[float, float, str]]) -> None:
+    """Write each line's name beside its end, from the lowest upwards, moved up where two would lie on each other."""
+    points_per_pixel = 72 / axes.figure.dpi
+    last = -math.inf
+    for loss, step, text in sorted(ends):
+        height = axes.transData.transform((step, loss))[1] * points_per_pixel
+        place = max(height, last + _LABEL_POINTS)
+        axes.annotate(text, (step, loss), xytext=(6, place - height), textcoords="offset points", va="center", fontsize=9)
+        last = place
