@@ -42,6 +42,11 @@ class Clock:
         return self.elapsed_seconds - sum(self.seconds[name] for name in PHASES if name not in STEP_PHASES)
 
     @property
+    def training_seconds(self) -> float:
+        """All but the set-up."""
+        return self.elapsed_seconds - self.seconds["set-up"]
+
+    @property
     def elapsed_seconds(self) -> float:
         """Since the clock was made."""
         return time.perf_counter() - self._began

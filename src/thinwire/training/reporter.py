@@ -72,7 +72,7 @@ class Reporter:
             sent_bytes=traffic.sent_bytes,
             received_bytes=traffic.received_bytes,
             wait_share=wait_share if self._waits_are_known else None,
-            seconds_left=clock.elapsed_seconds / max(1, step - self._first_step) * (schedule.steps - step),
+            seconds_left=clock.training_seconds / max(1, step - self._first_step) * (schedule.steps - step),
         )
 
     def evaluation(self, step: int, score: Score) -> None:
