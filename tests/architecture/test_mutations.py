@@ -90,6 +90,27 @@ MUTATIONS = [
         "                pass",
         "tests/contracts/test_transports.py::test_a_damaged_payload_stops_the_step_before_anything_changes",
     ),
+    Mutation(
+        "all replicas see the same examples",
+        "training/examples.py",
+        "        first += self.replica * share\n",
+        "",
+        "tests/unit/training/test_examples.py::test_a_pass_holds_every_example_once",
+    ),
+    Mutation(
+        "a damaged checkpoint is loaded",
+        "training/checkpoints.py",
+        "        if _fingerprint(path) != wanted:",
+        "        if False:",
+        "tests/unit/training/test_checkpoints.py::test_damaged_files_are_refused",
+    ),
+    Mutation(
+        "a resumed run takes the checkpoint's settings",
+        "training/methods.py",
+        "        group.update(settings)",
+        "        pass",
+        "tests/unit/training/test_methods.py::test_a_resumed_run_has_the_settings_it_was_started_with",
+    ),
 ]
 
 
