@@ -186,7 +186,7 @@ class Run:
                     loss, _ = loss_of(self._method.model, part)
                 (loss / len(parts)).backward()
             total += loss.detach() / len(parts)
-        self._method.clip(self._config.optim.clip)
+        self._method.after_backward(self._config.optim.clip)
         return total
 
     def _autocast(self) -> AbstractContextManager[Any]:

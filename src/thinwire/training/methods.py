@@ -34,8 +34,8 @@ class Method(Protocol):
         """A context for the backward passes of all micro-batches but the last."""
         ...
 
-    def clip(self, largest_norm: float) -> None:
-        """Called between backward and step."""
+    def after_backward(self, largest_norm: float) -> None:
+        """Called once between the last backward and `step`: clips the gradients to this norm, unless it is 0."""
         ...
 
     def step(self) -> None:
@@ -102,7 +102,7 @@ class Decoupled:
         """There is no averaging to hold back."""
         return nullcontext()
 
-    def clip(self, largest_norm: float) -> None:
+    def after_backward(self, largest_norm: float) -> None:
         """Clip what `step` will see."""
         _clip(self.optimizer, largest_norm)
 
@@ -145,7 +145,7 @@ class Averaged:
         """Hold DDP's averaging back, where there is any."""
         return self._averaged.ddp.no_sync() if self._averaged else nullcontext()
 
-    def clip(self, largest_norm: float) -> None:
+    def after_backward(self, largest_norm: float) -> None:
         """Clip what `step` will see."""
         if self._averaged:
             self._averaged.count_wait()

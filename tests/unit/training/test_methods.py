@@ -27,7 +27,7 @@ def train(method: Method, num_steps: int, seed: int = 0) -> list[float]:
         method.set_lr_share(1.0)
         loss = nn.functional.cross_entropy(method.model(tokens), (tokens + 1) % 20)
         loss.backward()
-        method.clip(1.0)
+        method.after_backward(1.0)
         method.step()
         losses.append(loss.item())
     return losses
