@@ -145,6 +145,9 @@ def test_replicas_stop_when_their_launcher_is_killed(tmp_path: Path) -> None:
         if line.startswith("step 8:"):
             break
     replicas = children_of(process.pid)
+    second = thinwire("train", "--resume", "run", "--replicas", "1", "--residual", "zero", cwd=tmp_path)
+    assert second.returncode == 1
+    assert "another run is writing to this folder" in second.stderr
     process.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in replicas):

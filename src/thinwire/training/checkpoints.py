@@ -59,9 +59,6 @@ class Checkpoints:
         self._folder = run_folder / "checkpoints"
         self._transport = transport
         self.is_keeper = self._find_keeper() == transport.replica
-        if self.is_keeper:
-            self._clean()
-        self._tell_problems("")
 
     def _find_keeper(self) -> int:
         """The first of the replicas that see this folder: each leaves a mark in it and looks for the others'."""
@@ -77,13 +74,14 @@ class Checkpoints:
         mark.unlink(missing_ok=True)
         return min(seen, default=self._transport.replica)
 
-    def _clean(self) -> None:
-        """Remove what a killed run left half-written."""
-        for left in (*self._folder.glob("*.partial"), *self._folder.glob("*.new"), *self._folder.glob(".replica-*")):
+    def clean(self) -> None:
+        """Remove what a killed run left half-written. For the one run that may write here, before it saves; collective."""
+        for left in (*self._folder.glob("*.partial"), *self._folder.glob("*.new")) if self.is_keeper else ():
             if left.is_dir() and not left.is_symlink():
                 shutil.rmtree(left, ignore_errors=True)
             else:
                 left.unlink(missing_ok=True)
+        self._tell_problems("")
 
     def save(
         self, run: RunState, state: Callable[[], dict[str, Any]], write_model: Callable[[Path], None], is_best: bool

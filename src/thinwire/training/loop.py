@@ -69,6 +69,7 @@ class Run:
         self._checkpoints = Checkpoints(job.folder, transport)
         if self._checkpoints.is_keeper:
             stack.enter_context(lock(job.folder))
+        self._checkpoints.clean()
         checkpoint, self._state = self._find_start()
         agree(self._config, self._data, self._state.step, transport)
         self._order = Order(

@@ -116,9 +116,10 @@ def test_a_checkpoint_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
     partial = tmp_path / "checkpoints" / "step-000010.partial"
     (partial / "replica-0" / "state").mkdir(parents=True)
     (partial / "replica-0" / "state" / "rubbish").write_text("from a killed process")
+    Checkpoints(tmp_path, SoloTransport()).clean()
     save(tmp_path, 10)
     (tmp_path / "checkpoints" / "step-000020.partial" / "replica-7").mkdir(parents=True)
-    Checkpoints(tmp_path, SoloTransport())
+    Checkpoints(tmp_path, SoloTransport()).clean()
     assert not list(tmp_path.rglob("*.partial"))
     checkpoint, _ = find_last(tmp_path)
     assert not list(tmp_path.rglob("rubbish"))
