@@ -127,8 +127,7 @@ def test_a_broken_invariant_is_noticed(mutation: Mutation, tmp_path: Path) -> No
     file = package / mutation.file
     text = file.read_text()
     assert text.count(mutation.old) == 1, "the mutation does not fit the source any more"
-    sound = run(tmp_path, mutation.test)
-    assert sound.returncode == 0, sound.stdout
     file.write_text(text.replace(mutation.old, mutation.new))
     broken = run(tmp_path, mutation.test)
+    # 1: tests ran and failed; a source that cannot be imported would give 2. That they pass on sound source, they show themselves.
     assert broken.returncode == 1, f"no test noticed:\n{broken.stdout}"

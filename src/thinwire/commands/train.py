@@ -22,6 +22,8 @@ from thinwire.training.config_file import RECIPE_KEY, as_toml, override, read_fi
 from thinwire.training.errors import TrainingError
 from thinwire.training.resuming import check_unchanged
 
+_OPTIMIZER_SETTINGS = frozenset(setting.name for section, setting in all_fields() if section == "optim")
+
 
 @dataclass(frozen=True)
 class TrainCommand:
@@ -31,7 +33,7 @@ class TrainCommand:
     the chosen recipe, changed by --config. Every option may also stand in the file, with _ for -.
     """
 
-    recipe: tyro.conf.Positional[str] = "quickstart"
+    recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE")] = "quickstart"
     """Name of a recipe; must come before the options."""
     config: Path | None = None
     """A .toml or .yaml file with settings; its key `recipe` may name another recipe."""
@@ -53,7 +55,7 @@ def command(arguments: list[str]) -> int:
     asked = parse(arguments)
     config, place = asked.settings, find_place(os.environ)
     if asked.print_config:
-        print(as_toml(config), end="")
+        print(f'{RECIPE_KEY} = "{asked.recipe}"\n\n{as_toml(config)}', end="")
         return 0
     num_replicas = _num_replicas(config, place)
     check(config, num_replicas)
@@ -87,6 +89,9 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     values = read_file(Path(file)) if file else {}
     recipe = str(named or values.get(RECIPE_KEY, "quickstart"))
     optimizer = _peek(rest, "--optimizer") or values.get("optimizer", "demo")
+    if optimizer != values.get("optimizer", "demo"):
+        # The file's settings are another optimizer's; this one has the recipe's.
+        values = {name: value for name, value in values.items() if name not in _OPTIMIZER_SETTINGS}
     base = recipes.build(recipe, optimizer if optimizer in recipes.OPTIMIZERS else "demo")
     if resume is not None:
         if named is not None:

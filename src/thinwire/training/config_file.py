@@ -51,7 +51,7 @@ def override(base: TrainConfig, values: dict[str, Any], where: str) -> TrainConf
         if name == RECIPE_KEY:
             continue
         if name not in places:
-            near = difflib.get_close_matches(str(name), [*places, RECIPE_KEY], n=1, cutoff=0.4)
+            near = difflib.get_close_matches(str(name), [*places, RECIPE_KEY], n=1, cutoff=0.6)
             raise TrainingError(f"{where}: there is no setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
         section = places[name]
         changes.setdefault(section, {})[name] = _checked(name, value, _kind(base, section, name), where)

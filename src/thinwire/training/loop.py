@@ -157,6 +157,10 @@ class Run:
             f"run in {self._job.folder}"
         )
 
+        if self._state.step:
+            momenta = ", with empty momenta" if self._job.residual == "zero" else ""
+            self._reporter.say(f"going on after step {self._state.step}{momenta}")
+
     def train(self) -> None:
         """Step after step, until all are taken or somebody asks to stop."""
         schedule = self._config.schedule

@@ -90,7 +90,7 @@ def _print(summary: dict[str, Any], sample: str, console: Console, folder: Path)
 
 
 def _byte_table(summary: dict[str, Any]) -> Table:
-    table = Table(title="bytes per step and replica (all-reduce: a ring)", title_justify="left")
+    table = Table(title="bytes per step and replica (all-reduce: a ring; whole run: both ways)", title_justify="left")
     for name in ("", "sent", "received", "whole run", "times as much"):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     own = summary["sent_bytes_per_step"] + summary["received_bytes_per_step"]

@@ -89,6 +89,8 @@ def _windows(
 
 def read_text(config: DataConfig) -> bytes:
     """All the text of a data set, in an order that depends on the files' names alone."""
+    if config.dataset == "digits":
+        raise TrainingError("dataset=digits holds images: it needs an image model, such as --architecture vit")
     if config.dataset.startswith("hf:"):
         text = b"\n".join(_hugging_face_texts(config))
     elif config.dataset == "stdlib":

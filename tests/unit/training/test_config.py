@@ -120,6 +120,13 @@ def test_another_optimizer_brings_its_own_learning_rate() -> None:
     assert train.parse(twice).settings == recipes.build("quickstart", "sgd")
 
 
+def test_another_optimizer_than_the_files_does_not_get_its_settings(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('recipe = "gpt-small"\n' + as_toml(recipes.build("gpt-small")))
+    arguments = ["--config", str(tmp_path / "run.toml")]
+    assert train.parse(arguments).settings == recipes.build("gpt-small")
+    assert train.parse([*arguments, "--optimizer", "adamw"]).settings == recipes.build("gpt-small", "adamw")
+
+
 def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         train.parse(["--help"])
