@@ -129,5 +129,5 @@ def test_a_broken_invariant_is_noticed(mutation: Mutation, tmp_path: Path) -> No
     assert text.count(mutation.old) == 1, "the mutation does not fit the source any more"
     file.write_text(text.replace(mutation.old, mutation.new))
     broken = run(tmp_path, mutation.test)
-    # 1: tests ran and failed; a source that cannot be imported would give 2. That they pass on sound source, they show themselves.
+    # 1: tests ran and failed; a source that cannot be imported would give 2.
     assert broken.returncode == 1, f"no test noticed:\n{broken.stdout}"
