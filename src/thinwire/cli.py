@@ -1,4 +1,4 @@
-"""The ``thinwire`` command: the only place that reads the environment and turns errors into one line and an exit code."""
+"""The ``thinwire`` command: the one place that turns errors into one line and an exit code."""
 
 import logging
 import os

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from thinwire.core.errors import CheckpointError
 from thinwire.parallel.group import leave
-from thinwire.parallel.launch import LAUNCHED, InterruptedRunError, launch
+from thinwire.parallel.launch import LAUNCHED, launch
 from thinwire.parallel.place import Place, find_place
 from thinwire.training import recipes
 from thinwire.training.checkpoints import available_steps
@@ -89,7 +89,7 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     values = read_file(Path(file)) if file else {}
     recipe = str(named or values.get(RECIPE_KEY, "quickstart"))
     optimizer = _peek(rest, "--optimizer") or values.get("optimizer", "demo")
-    if optimizer != values.get("optimizer", "demo"):
+    if optimizer != values.get("optimizer", optimizer):
         # The file's settings are another optimizer's; this one has the recipe's.
         values = {name: value for name, value in values.items() if name not in _OPTIMIZER_SETTINGS}
     base = recipes.build(recipe, optimizer if optimizer in recipes.OPTIMIZERS else "demo")
@@ -155,10 +155,7 @@ def _choose_folder(asked: TrainCommand, place: Place) -> Path:
 def _start_replicas(arguments: list[str], folder: Path, config: TrainConfig, asked: TrainCommand) -> int:
     """Start local replicas with the same options, but for the folder, which they could not choose alike."""
     out = [] if asked.resume is not None else [f"--out={folder}"]
-    try:
-        launch(["train", *arguments, *out], config.launch.replicas, config.launch.port)
-    except InterruptedRunError as error:
-        return 128 + error.signal_number
+    launch(["train", *arguments, *out], config.launch.replicas, config.launch.port)
     return 0
 
 
@@ -187,6 +184,3 @@ def _train_here(asked: TrainCommand, place: Place, folder: Path) -> int:
     leave()
     # Under a launcher a clean stop is a success; the launcher knows about the signal.
     return 0 if outcome.is_finished or place.launcher != "none" else 128 + outcome.stop_signal
-
-
-__all__ = ["TrainCommand", "command", "parse"]

@@ -11,6 +11,9 @@ from typing import Literal
 from thinwire.core.errors import check_choice, check_float, check_int
 from thinwire.wire.values import VALUE_CODECS
 
+# The optimizers that leave each replica its own gradients; all others average them.
+DECOUPLED_OPTIMIZERS = ("demo", "published")
+
 
 @dataclass(frozen=True)
 class ModelConfig:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from thinwire.exchange.transport import SoloTransport
 from thinwire.planner.cost import DEVICES, Workload, ddp, predict, thinwire_demo
 from thinwire.planner.links import Link, format_bandwidth, format_bytes, format_seconds
-from thinwire.training.config import OptimConfig, TrainConfig
+from thinwire.training.config import DECOUPLED_OPTIMIZERS, OptimConfig, TrainConfig
 from thinwire.training.methods import Decoupled
 from thinwire.training.models import num_parameters
 from thinwire.training.progress import format_clock
@@ -57,7 +57,7 @@ def describe(config: TrainConfig, num_replicas: int, console: Console) -> None:
 def memory_bytes(config: OptimConfig, model: nn.Module, num_replicas: int) -> dict[str, int]:
     """Memory of one replica, activations and temporary tensors apart."""
     needs = {"parameters": _bytes_of(model.parameters()), "gradients": _bytes_of(model.parameters())}
-    if config.optimizer in ("demo", "published"):
+    if config.optimizer in DECOUPLED_OPTIMIZERS:
         optimizer = Decoupled(config, model, model, SoloTransport()).optimizer
         states = optimizer.state.values()
         needs["momentum"] = _bytes_of(state["momentum"] for state in states)
@@ -95,7 +95,7 @@ def _workload(
     config: OptimConfig, model: nn.Module, num_replicas: int, compute_seconds: float, device: torch.device
 ) -> Workload:
     costs, count = DEVICES["gpu" if device.type == "cuda" else "cpu"], num_parameters(model)
-    if config.optimizer not in ("demo", "published"):
+    if config.optimizer not in DECOUPLED_OPTIMIZERS:
         return ddp(count, 4, "fp32", num_replicas, compute_seconds, costs)
     plan = Decoupled(config, model, model, SoloTransport()).optimizer.plan
     return thinwire_demo(

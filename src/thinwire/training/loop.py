@@ -16,6 +16,7 @@ from thinwire.exchange.transport import Transport
 from thinwire.parallel.group import backend_name, join
 from thinwire.training.checkpoints import Checkpoints, RunState, check_files
 from thinwire.training.clock import Clock
+from thinwire.training.config import DECOUPLED_OPTIMIZERS
 from thinwire.training.config_file import as_toml
 from thinwire.training.errors import TrainingError
 from thinwire.training.evaluation import evaluate
@@ -61,9 +62,8 @@ class Run:
 
     def __init__(self, job: Job, device: torch.device, transport: Transport, console: Console, stack: ExitStack) -> None:
         self._job, self._config, self._device, self._transport = job, job.config, device, transport
-        is_cuda = device.type == "cuda"
         # DeMo waits for the GPU before each exchange anyway, so that waiting a little earlier costs nothing.
-        has_early_sync = is_cuda and job.config.optim.optimizer in ("demo", "published")
+        has_early_sync = device.type == "cuda" and job.config.optim.optimizer in DECOUPLED_OPTIMIZERS
         self._clock = Clock(torch.cuda.synchronize if has_early_sync else None)
         self._data = load_data(self._config)
         self._checkpoints = Checkpoints(job.folder, transport)
@@ -97,7 +97,7 @@ class Run:
             raise TrainingError(f"the run in {self._job.folder} is at its last step, {state.step}; --steps can add more")
         if state.optimizer != optimizer:
             raise CheckpointError(f"the checkpoint is of optimizer={state.optimizer}, this run has {optimizer}")
-        has_residual = optimizer in ("demo", "published")
+        has_residual = optimizer in DECOUPLED_OPTIMIZERS
         if has_residual and state.num_replicas != num_replicas and self._job.residual == "exact":
             raise CheckpointError(
                 f"the checkpoint is of {state.num_replicas} replicas, this run has {num_replicas}: start as many, or pass "
@@ -141,10 +141,14 @@ class Run:
             aside = self._job.folder / "config.toml.new"
             aside.write_text(as_toml(self._config), encoding="utf-8")
             aside.replace(self._job.folder / "config.toml")
-        is_first, num_replicas = self._transport.replica == 0, self._transport.num_replicas
+        is_first = self._transport.replica == 0
         self._reporter = Reporter(self._config, self._job.folder, self._state.step, is_first, self._waits_are_known, console)
         stack.callback(self._reporter.close)
-        optim = self._config.optim
+        self._introduce()
+
+    def _introduce(self) -> None:
+        """Say what is about to be trained, and how."""
+        optim, num_replicas = self._config.optim, self._transport.num_replicas
         rule = (
             f" ({optim.update} rule, top {optim.topk} of {optim.chunk} x {optim.chunk})" if optim.optimizer == "demo" else ""
         )
@@ -156,7 +160,6 @@ class Run:
             f"{optim.optimizer}{rule}, {_count(num_replicas, 'replica')} on {self._device.type}{backend}, "
             f"run in {self._job.folder}"
         )
-
         if self._state.step:
             momenta = ", with empty momenta" if self._job.residual == "zero" else ""
             self._reporter.say(f"going on after step {self._state.step}{momenta}")
@@ -168,7 +171,7 @@ class Run:
         if self._state.step == 0:
             self._evaluate()
         for step in range(self._state.step, schedule.steps):
-            self._method.set_lr_share(lr_share(schedule, step))
+            self._method.start_step(lr_share(schedule, step))
             with self._clock.phase("data"):
                 batch = next(self._stream).to(self._device)
             with self._clock.phase("forward and backward"):

@@ -1,19 +1,19 @@
 """How replicas train together: DeMo, or an optimizer whose gradients DDP averages. The loop sees only `Method`."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from thinwire.exchange.traffic import Traffic
 from thinwire.exchange.transport import Transport
 from thinwire.optimizer import DeMo
 from thinwire.parallel.dense import AveragedModel
-from thinwire.training.config import OptimConfig, ScheduleConfig
+from thinwire.training.config import DECOUPLED_OPTIMIZERS, OptimConfig, ScheduleConfig
 from thinwire.training.errors import TrainingError
 
 
@@ -26,8 +26,8 @@ class Method(Protocol):
     state_is_shared: bool
     """Whether all replicas have the same optimizer state, so that one copy of it is enough."""
 
-    def set_lr_share(self, share: float) -> None:
-        """Make every learning rate this share of its peak."""
+    def start_step(self, lr_share: float) -> None:
+        """Called first in a step: makes every learning rate this share of its peak."""
         ...
 
     def accumulating(self) -> AbstractContextManager[Any]:
@@ -53,7 +53,7 @@ class Method(Protocol):
 
 def build_method(config: OptimConfig, model: nn.Module, callable_model: nn.Module, transport: Transport) -> Method:
     """``callable_model`` is ``model`` itself or its compiled form."""
-    if config.optimizer in ("demo", "published"):
+    if config.optimizer in DECOUPLED_OPTIMIZERS:
         return Decoupled(config, model, callable_model, transport)
     return Averaged(config, model, callable_model, transport.num_replicas)
 
@@ -94,9 +94,9 @@ class Decoupled:
         self.traffic = self.optimizer.traffic
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
 
-    def set_lr_share(self, share: float) -> None:
+    def start_step(self, lr_share: float) -> None:
         """Set all learning rates."""
-        _set_lrs([self.optimizer], [self._peaks], share)
+        _set_lrs([self.optimizer], [self._peaks], lr_share)
 
     def accumulating(self) -> AbstractContextManager[Any]:
         """There is no averaging to hold back."""
@@ -104,7 +104,7 @@ class Decoupled:
 
     def after_backward(self, largest_norm: float) -> None:
         """Clip what `step` will see."""
-        _clip(self.optimizer, largest_norm)
+        _clip([self.optimizer], largest_norm)
 
     def step(self) -> None:
         """Step, then drop the gradients."""
@@ -136,9 +136,9 @@ class Averaged:
         self._optimizers = _averaged_optimizers(config, model)
         self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers]
 
-    def set_lr_share(self, share: float) -> None:
-        """Set all learning rates."""
-        _set_lrs(self._optimizers, self._peaks, share)
+    def start_step(self, lr_share: float) -> None:
+        """Set all learning rates, and count the traffic of a new step."""
+        _set_lrs(self._optimizers, self._peaks, lr_share)
         self.traffic.start_step()
 
     def accumulating(self) -> AbstractContextManager[Any]:
@@ -149,8 +149,7 @@ class Averaged:
         """Clip what `step` will see."""
         if self._averaged:
             self._averaged.count_wait()
-        for_all = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        _clip_parameters([parameter for group in for_all for parameter in group["params"]], largest_norm)
+        _clip(self._optimizers, largest_norm)
 
     def step(self) -> None:
         """Step, then drop the gradients."""
@@ -233,10 +232,7 @@ def _set_lrs(optimizers: list[Any], peaks: list[list[float]], share: float) -> N
             group["lr"] = peak * share
 
 
-def _clip(optimizer: Optimizer, largest_norm: float) -> None:
-    _clip_parameters([parameter for group in optimizer.param_groups for parameter in group["params"]], largest_norm)
-
-
-def _clip_parameters(parameters: list[Tensor], largest_norm: float) -> None:
+def _clip(optimizers: Sequence[Optimizer], largest_norm: float) -> None:
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     if largest_norm > 0:
-        nn.utils.clip_grad_norm_(parameters, largest_norm)
+        nn.utils.clip_grad_norm_([parameter for group in groups for parameter in group["params"]], largest_norm)

@@ -1,6 +1,7 @@
 """Named recipes: functions that return a complete configuration for an optimizer.
 
-Learning rates differ between optimizers, so that `--optimizer adamw` alone makes a fair comparison; the rest is the same.
+Learning rates and decays differ between optimizers, so that `--optimizer adamw` alone makes a fair comparison; model, data,
+batch and schedule are the same.
 """
 
 import difflib
@@ -25,7 +26,7 @@ def quickstart(optimizer: str) -> TrainConfig:
 
 
 def gpt_small(optimizer: str) -> TrainConfig:
-    """A byte-level language model of 25 million parameters, for one GPU or several."""
+    """A byte-level language model of 26 million parameters, for one GPU or several."""
     return TrainConfig(
         model=ModelConfig(architecture="llama", layers=8, width=512, heads=8, mlp_width=1408, precision="bfloat16"),
         data=DataConfig(dataset="stdlib", sequence=256),

@@ -26,12 +26,12 @@ _LABEL_POINTS = 11.0
 def finish(outcome: Outcome, console: Console) -> None:
     """Print the summary and write summary.json, sample.txt and loss.png into the run folder. For replica 0."""
     folder = outcome.job.folder
-    rows = read_rows(folder / "log.jsonl")
-    summary = summarise(outcome, rows)
     if not outcome.is_finished:
         console.print(f"stopped after step {outcome.state.step}, with a checkpoint", highlight=False)
         console.print(f"go on with: thinwire train --resume {folder}", highlight=False, soft_wrap=True)
         return
+    rows = read_rows(folder / "log.jsonl")
+    summary = summarise(outcome, rows)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     sample = _sample(outcome, console)
     if sample:

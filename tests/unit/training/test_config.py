@@ -125,6 +125,8 @@ def test_another_optimizer_than_the_files_does_not_get_its_settings(tmp_path: Pa
     arguments = ["--config", str(tmp_path / "run.toml")]
     assert train.parse(arguments).settings == recipes.build("gpt-small")
     assert train.parse([*arguments, "--optimizer", "adamw"]).settings == recipes.build("gpt-small", "adamw")
+    (tmp_path / "run.toml").write_text("lr = 0.5\n")
+    assert train.parse([*arguments, "--optimizer", "adamw"]).settings.optim.lr == 0.5
 
 
 def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ def train(method: Method, num_steps: int, seed: int = 0) -> list[float]:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(num_steps):
         tokens = torch.randint(0, 20, (64,), generator=generator)
-        method.set_lr_share(1.0)
+        method.start_step(1.0)
         loss = nn.functional.cross_entropy(method.model(tokens), (tokens + 1) % 20)
         loss.backward()
         method.after_backward(1.0)
