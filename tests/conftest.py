@@ -9,6 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# Without a GPU the kernels run in Triton's interpreter, which must be chosen before they are imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 settings.register_profile("thinwire", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("thinwire")
 torch.set_num_threads(1)

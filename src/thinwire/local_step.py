@@ -1,53 +1,64 @@
-"""One replica's share of a step: its gradients into a payload, and everyone's payloads into its parameters.
+"""One replica's share of a step: its gradients into payloads, and everyone's payloads into its parameters.
 
-This is the torch backend, and the readable one: follow `LocalStep.encode_` and `LocalStep.apply_` to follow a gradient to
-the wire and back. Shape letters: C chunks, E elements, K kept coefficients, R replicas, B bytes.
+Each stack of a bucket is handled by a backend: `TorchStack`, the readable one, or `FusedStack`, the fast one.
 """
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from thinwire.core import transform
-from thinwire.core.combine import combine
-from thinwire.core.layout import bands_of, chunks_view, crop_to_rows, matrix_shape, rows_of
-from thinwire.core.scratch import Scratch
-from thinwire.core.selection import group_maxima, num_groups_of, select_topk, subtract_sent_
-from thinwire.core.update_rules import Hyper, UpdateRule
 from thinwire.exchange.plan import Bucket, ExchangePlan, Stack
-from thinwire.slabs import LocalTensor, Piece, Slab, cut_slabs, limits_for
-from thinwire.wire.codec import ChunkCodec
+from thinwire.fused import why_not
+from thinwire.slabs import LocalTensor, limits_for
+from thinwire.stack_step import GroupStep, StackStep
+from thinwire.torch_stack import TorchStack
 
-
-@dataclass(frozen=True)
-class GroupStep:
-    """What one parameter group does at this step: ``m <- decay * m + gradient_scale * T(g)``, then its update rule."""
-
-    decay: float
-    gradient_scale: float
-    rule: UpdateRule
-    hyper: Hyper
-    weight_decay: float
-    chunk: int
+_log = logging.getLogger("thinwire")
+BACKENDS = ("auto", "torch", "triton")
 
 
 @dataclass
 class Encoding:
-    """A bucket's payload, and what is needed to undo it: the slabs that are in it, each with the sender's unit (or 1)."""
+    """A bucket's payload, and the stacks that are in it, at least in part."""
 
     payload_B: Tensor
-    finished: list[tuple[Stack, Slab, Tensor | float]] = field(default_factory=list)
+    begun: list[Stack] = field(default_factory=list)
 
 
 class LocalStep:
     """The tensors of one replica, and what a step does with them, bucket by bucket."""
 
-    def __init__(self, plan: ExchangePlan, tensors: Sequence[LocalTensor]) -> None:
+    def __init__(self, plan: ExchangePlan, tensors: Sequence[LocalTensor], backend: str = "auto") -> None:
         self.tensors = tensors
-        limits = limits_for(tensors)
-        self._slabs = {stack: cut_slabs(stack, tensors, limits) for bucket in plan.buckets for stack in bucket.stacks}
+        self.backends: set[str] = set()
+        """Those in use."""
+        self._reasons: set[str] = set()
+        stacks = [stack for bucket in plan.buckets for stack in bucket.stacks]
+        self.steps: dict[Stack, StackStep] = {stack: self._step_for(stack, plan, backend) for stack in stacks}
+
+    def _step_for(self, stack: Stack, plan: ExchangePlan, backend: str) -> StackStep:
+        plain = TorchStack(stack, self.tensors, limits_for(self.tensors))
+        on_cpu = self.tensors[stack.entries[0].tensor].parameter.device.type == "cpu"
+        if backend == "torch" or (backend == "auto" and on_cpu):
+            self.backends.add("torch")
+            return plain
+        reason = why_not(stack, self.tensors)
+        if reason is None:
+            from thinwire.fused_stack import FusedStack  # here, since it imports triton, which not every machine has
+
+            self.backends.add("triton")
+            return FusedStack(stack, self.tensors, plain)
+        name = plan.tensors[stack.entries[0].tensor].name
+        if backend == "triton":
+            raise ValueError(f"backend='triton' cannot train {name}: {reason}; backend='auto' uses torch where it must")
+        if reason not in self._reasons:
+            self._reasons.add(reason)
+            _log.warning("the torch backend, which is slower, trains %s and others: %s", name, reason)
+        self.backends.add("torch")
+        return plain
 
     def empty(self, bucket: Bucket) -> Encoding:
         """A payload with nothing in it yet."""
@@ -55,200 +66,18 @@ class LocalStep:
         return Encoding(torch.zeros(bucket.payload_bytes, dtype=torch.uint8, device=device))
 
     def encode_(self, bucket: Bucket, groups: Sequence[GroupStep], encoding: Encoding) -> None:
-        """Accumulate the gradients into the momenta, and move the strongest coefficients from there into the payload.
-
-        The header is left to the caller.
-        """
-        gradients, scratch = self._gradients(bucket), Scratch()
+        """Encode every stack of a bucket, see `StackStep.encode_`. The header is left to the caller."""
         for stack in bucket.stacks:
-            records_CB = stack_records(encoding.payload_B, stack)
-            for slab in self._slabs[stack]:
-                group = groups[stack.group]
-                indices_CK, kept_CK = self._accumulate_and_select(slab, stack, gradients, group, scratch)
-                encoded = stack.codec.encode(indices_CK, kept_CK)
-                records_CB[slab.records] = encoded.records_CB.to(records_CB.device)
-                self._subtract(slab, indices_CK, encoded.removed_CK)
-                encoding.finished.append((stack, slab, 1.0 if encoded.unit_C1 is None else encoded.unit_C1))
+            encoding.begun.append(stack)
+            self.steps[stack].encode_(groups[stack.group], encoding.payload_B)
 
     def undo_(self, bucket: Bucket, groups: Sequence[GroupStep], encoding: Encoding) -> None:
-        """Take `encode_` back after an exchange that failed, to the rounding of momentum plus gradient.
-
-        What was sent is added again, this step's gradient is taken out, and the decay is divided out. A decay of 0 had
-        erased the old momentum, which then comes back as 0.
-        """
-        gradients, scratch = self._gradients(bucket), Scratch()
-        for stack, slab, unit in encoding.finished:
-            group = groups[stack.group]
-            records_CB = stack_records(encoding.payload_B, stack)[slab.records]
-            indices_CK, sent_CK = stack.codec.decode(records_CB.to(slab.device))
-            self._subtract(slab, indices_CK, -sent_CK.to(slab.dtype) * unit)
-            for piece in slab.pieces:
-                momentum_CE = self._momentum_of(piece)
-                before = momentum_CE.to(slab.dtype)
-                self._accumulate(piece, before, gradients, 1.0, -group.gradient_scale, scratch)
-                momentum_CE.copy_(before.mul_(1 / group.decay if group.decay else 0.0))
-        encoding.finished.clear()
+        """Take `encode_` back, see `StackStep.undo_`."""
+        for stack in encoding.begun:
+            self.steps[stack].undo_(groups[stack.group], encoding.payload_B)
+        encoding.begun.clear()
 
     def apply_(self, bucket: Bucket, groups: Sequence[GroupStep], payloads_RB: Tensor, combine_rule: str) -> None:
-        """Combine everyone's payloads, transform back, and let each group's update rule change its parameters."""
-        scratch = Scratch()
-        targets = {index: self.tensors[index].parameter.contiguous() for index in bucket.tensors}
-        wholes: dict[int, Tensor] = {}
+        """Apply everyone's payloads to the parameters, see `StackStep.apply_`."""
         for stack in bucket.stacks:
-            group = groups[stack.group]
-            stacks_RCB = stack_records(payloads_RB, stack)
-            for slab in self._slabs[stack]:
-                messages = [stack.codec.decode(records_CB[slab.records].to(slab.device)) for records_CB in stacks_RCB]
-                directions = _directions(slab, stack, messages, combine_rule, scratch)
-                for tile, direction in zip(slab.tiles, directions, strict=True):
-                    for piece in tile.pieces:
-                        local, target = self.tensors[piece.tensor], targets[piece.tensor]
-                        part = direction[piece.tile_chunks]
-                        if group.rule.whole_matrices:
-                            _apply_whole_(local, target, piece, part, group, wholes)
-                        else:
-                            _apply_piece_(local, target, piece, part, group)
-        for index, target in targets.items():
-            if target.data_ptr() != self.tensors[index].parameter.data_ptr():
-                self.tensors[index].parameter.copy_(target)
-
-    def _gradients(self, bucket: Bucket) -> dict[int, Tensor]:
-        found = ((index, self.tensors[index].parameter.grad) for index in bucket.tensors)
-        return {index: gradient.contiguous() for index, gradient in found if gradient is not None}
-
-    def _momentum_of(self, piece: Piece) -> Tensor:
-        return self.tensors[piece.tensor].momentum_CE[piece.tensor_chunks]
-
-    def _accumulate_and_select(
-        self, slab: Slab, stack: Stack, gradients: dict[int, Tensor], group: GroupStep, scratch: Scratch
-    ) -> tuple[Tensor, Tensor]:
-        """The new momentum of a slab, and from it what is to be sent: indices and values (C, K)."""
-        found = []
-        for pieces in self._batches(slab):
-            if stack.codec.index_codec.name == "all":
-                kept_CK = torch.cat([self._accumulated(piece, slab, gradients, group, scratch) for piece in pieces])
-                found.append((torch.arange(kept_CK.shape[1], device=slab.device).expand_as(kept_CK), kept_CK))
-            else:
-                found.append(self._select(pieces, slab, stack.codec, gradients, group, scratch))
-        indices_CK, kept_CK = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
-        return indices_CK, kept_CK.mul_(stack.share) if stack.share != 1 else kept_CK
-
-    def _select(
-        self,
-        pieces: Sequence[Piece],
-        slab: Slab,
-        codec: ChunkCodec,
-        gradients: dict[int, Tensor],
-        group: GroupStep,
-        scratch: Scratch,
-    ) -> tuple[Tensor, Tensor]:
-        """Accumulate into these pieces and select from all of them at once: indices and values (C, K)."""
-        first, maxima_CG = pieces[0].slab_first, None
-        if slab.device.type == "cpu":
-            shape = (sum(piece.num_chunks for piece in pieces), num_groups_of(codec.num_elements))
-            maxima_CG = scratch.take("maxima", shape, slab.dtype, slab.device)
-        parts = []
-        for piece in pieces:
-            parts.append(self._accumulated(piece, slab, gradients, group, scratch))
-            if maxima_CG is not None:
-                group_maxima(parts[-1], maxima_CG[piece.slab_first - first :][: piece.num_chunks])
-        return select_topk(parts, codec.num_kept, maxima_CG)
-
-    def _batches(self, slab: Slab) -> Sequence[tuple[Piece, ...]]:
-        """Pieces to select from at once: many, or those of a tile where momenta are widened, which takes memory."""
-        if all(self.tensors[piece.tensor].momentum_CE.dtype == slab.dtype for piece in slab.pieces):
-            return slab.batches
-        return [tile.pieces for tile in slab.tiles]
-
-    def _accumulated(
-        self, piece: Piece, slab: Slab, gradients: dict[int, Tensor], group: GroupStep, scratch: Scratch
-    ) -> Tensor:
-        """The new momentum of a piece in the compute dtype: the state itself, or what was rounded to it."""
-        momentum_CE = self._momentum_of(piece)
-        after = momentum_CE.to(slab.dtype)
-        self._accumulate(piece, after, gradients, group.decay, group.gradient_scale, scratch)
-        if after is not momentum_CE:
-            momentum_CE.copy_(after)
-        return after
-
-    def _accumulate(
-        self,
-        piece: Piece,
-        momentum_CE: Tensor,
-        gradients: dict[int, Tensor],
-        decay: float,
-        gradient_scale: float,
-        scratch: Scratch,
-    ) -> None:
-        """``m <- decay * m + gradient_scale * T(g)`` for the chunks of a piece; a missing gradient counts as zero."""
-        gradient = gradients.get(piece.tensor)
-        if gradient is None:
-            momentum_CE.mul_(decay)
-            return
-        bands = bands_of(gradient, piece.layout, piece.start, piece.stop).to(momentum_CE.dtype)
-        transform.accumulate_(momentum_CE, bands, piece.layout, decay, gradient_scale, scratch)
-
-    def _subtract(self, slab: Slab, indices_CK: Tensor, removed_CK: Tensor) -> None:
-        subtract_sent_([self._momentum_of(piece) for piece in slab.pieces], indices_CK, removed_CK)
-
-
-def stack_records(payloads: Tensor, stack: Stack) -> Tensor:
-    """The records of a stack as (..., C, record_bytes), a view of one payload (B) or of everyone's (R, B)."""
-    body = payloads[..., stack.offset_bytes : stack.offset_bytes + stack.num_bytes]
-    return body.view(*payloads.shape[:-1], stack.num_chunks, stack.codec.record_bytes)
-
-
-def _directions(
-    slab: Slab, stack: Stack, messages: list[tuple[Tensor, Tensor]], combine_rule: str, scratch: Scratch
-) -> Iterator[Tensor]:
-    """The update direction of all chunks of each tile, (C, row_edge, col_edge), valid until the next one is asked for."""
-    layout, codec = slab.pieces[0].layout, stack.codec
-    if len(messages) == 1 and not layout.dense and 2 * codec.num_kept <= layout.row_edge + layout.col_edge:
-        indices_CK, values_CK = messages[0]  # alone, nothing is combined, and few coefficients need little arithmetic
-        rows_CK, cols_CK = transform.frequencies_of(indices_CK, layout)
-        values_CK = values_CK.to(slab.dtype)
-        for where in (tile.slab_chunks for tile in slab.tiles):
-            yield transform.inverse_of_few((rows_CK[where], cols_CK[where]), values_CK[where], layout, scratch)
-        return
-    for tile in slab.tiles:
-        mine = [(indices[tile.slab_chunks], values[tile.slab_chunks]) for indices, values in messages]
-        shape = (tile.num_chunks, codec.num_elements)
-        combined_CE = combine(mine, scratch.take("first", shape, slab.dtype, slab.device), combine_rule)
-        yield transform.inverse_(combined_CE, layout, scratch)
-
-
-def _apply_piece_(local: LocalTensor, target: Tensor, piece: Piece, direction: Tensor, group: GroupStep) -> None:
-    """An element-wise rule on the part of a parameter that a piece covers: a view in chunk order, or rows if padded."""
-    layout, start, stop = piece.layout, piece.start, piece.stop
-    wholes = (target, *local.rule_state.values())
-    if layout.is_padded:
-        parts = [rows_of(whole, layout, start, stop) for whole in wholes]
-        direction = crop_to_rows(direction, layout, start, stop)
-    else:
-        parts = [chunks_view(bands_of(whole, layout, start, stop), layout) for whole in wholes]
-        direction = direction.view(parts[0].shape)
-    _change_(parts[0], direction, dict(zip(local.rule_state, parts[1:], strict=True)), group)
-
-
-def _apply_whole_(
-    local: LocalTensor, target: Tensor, piece: Piece, direction: Tensor, group: GroupStep, wholes: dict[int, Tensor]
-) -> None:
-    """A rule on whole matrices: collect the direction of the tensor, and apply it with the last piece."""
-    layout = piece.layout
-    if piece.start == 0:
-        wholes[piece.tensor] = torch.empty(target.shape, dtype=direction.dtype, device=direction.device)
-    part = crop_to_rows(direction, layout, piece.start, piece.stop)
-    rows_of(wholes[piece.tensor], layout, piece.start, piece.stop).copy_(part)
-    if piece.ends_tensor:
-        shape = matrix_shape(tuple(target.shape), group.chunk)
-        _change_(target.view(shape), wholes.pop(piece.tensor).view(shape), local.rule_state, group)
-
-
-def _change_(parameter: Tensor, direction: Tensor, state: dict[str, Tensor], group: GroupStep) -> None:
-    """Weight decay and update rule, computed in the direction's dtype and rounded once to the parameter's."""
-    target = parameter.to(direction.dtype)
-    if group.weight_decay:
-        target.mul_(1 - group.hyper.lr * group.weight_decay)
-    group.rule.apply_(target, direction, state, group.hyper)
-    if target is not parameter:
-        parameter.copy_(target)
+            self.steps[stack].apply_(groups[stack.group], payloads_RB, combine_rule)

@@ -21,14 +21,14 @@ from thinwire.exchange.plan import Bucket, ExchangePlan, TensorSpec, make_plan
 from thinwire.exchange.traffic import Count, Traffic
 from thinwire.exchange.transport import Pending, Transport
 from thinwire.gradients import check_own_gradients, fingerprint, first_problem
-from thinwire.local_step import Encoding, GroupStep, LocalStep, stack_records
+from thinwire.local_step import BACKENDS, Encoding, LocalStep
 from thinwire.options import MOMENTUM_DTYPES, check_group, check_parameter, coding_of, lr_of, settings_lines
 from thinwire.slabs import LocalTensor
+from thinwire.stack_step import GroupStep, stack_records
 from thinwire.wire.payload import Header, check_payload, seal_
 
 _log = logging.getLogger("thinwire")
 ON_NONFINITE = ("raise", "skip")
-BACKENDS = ("auto", "torch")
 DEFAULT_DENSE_BELOW = 4096
 
 
@@ -102,7 +102,7 @@ class DeMo(Optimizer):
         self._sync_parameters = check_bool("sync_parameters", sync_parameters)
         self._num_buckets = check_int("num_buckets", num_buckets, 1)
         check_float("timeout_seconds", timeout_seconds, 1e-3)
-        check_choice("backend", backend, BACKENDS)
+        self._backend = check_choice("backend", backend, BACKENDS)
         group_options = {
             "lr": lr,
             "momentum_decay": momentum_decay,
@@ -411,7 +411,7 @@ class DeMo(Optimizer):
         tensors = []
         for index, (spec, parameter) in enumerate(trained):
             tensors.append(self._local_tensor(plan, index, spec, parameter))
-        self._plan, self._local, self._planned_signature = plan, LocalStep(plan, tensors), self._signature()
+        self._plan, self._local, self._planned_signature = plan, LocalStep(plan, tensors, self._backend), self._signature()
 
     def _local_tensor(self, plan: ExchangePlan, index: int, spec: TensorSpec, parameter: Tensor) -> LocalTensor:
         check_parameter(parameter, spec.name)

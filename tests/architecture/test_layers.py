@@ -18,9 +18,14 @@ ROOT = SOURCE.parent.parent
 LAYERS = [
     "core",
     "wire",
+    "kernels",
     "exchange",
     "slabs",
     "gradients",
+    "stack_step",
+    "torch_stack",
+    "fused",
+    "fused_stack",
     "local_step",
     "options",
     "checkpoint",
@@ -35,6 +40,12 @@ LAYERS = [
 ]
 # Files that may import what the core does not depend on, and what.
 EXTRAS = {
+    "kernels/bits.py": {"triton"},
+    "kernels/decode.py": {"triton"},
+    "kernels/encode.py": {"triton"},
+    "kernels/selection.py": {"triton"},
+    "kernels/table.py": {"triton"},
+    "kernels/values.py": {"triton"},
     "planner/table.py": {"rich"},
     "planner/figure.py": {"matplotlib"},
     "training/config_file.py": {"yaml"},

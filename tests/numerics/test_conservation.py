@@ -8,16 +8,20 @@ from thinwire import DeMo
 from thinwire.core.layout import bands_of
 from thinwire.core.scratch import Scratch
 from thinwire.core.transform import forward
-from thinwire.local_step import stack_records
+from thinwire.stack_step import stack_records
 from thinwire.wire.values import VALUE_CODECS
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("share_of_dense", [False, True])
 @pytest.mark.parametrize("values", sorted(VALUE_CODECS))
-def test_decayed_momentum_plus_gradient_is_sent_plus_kept(values: str, share_of_dense: bool, device: torch.device) -> None:
+def test_decayed_momentum_plus_gradient_is_sent_plus_kept(
+    values: str, share_of_dense: bool, backend: str, device: torch.device
+) -> None:
     parameter = nn.Parameter(torch.randn(48, 40, device=device))
     dense_below = 10**6 if share_of_dense else 0
-    optimizer = DeMo([parameter], lr=1e-2, chunk=16, topk=12, values=values, dense_below=dense_below)
+    options = {"chunk": 16, "topk": 12, "values": values, "dense_below": dense_below}
+    optimizer = DeMo([parameter], lr=1e-2, backend=backend, **options)
     (bucket,) = optimizer.plan.buckets
     (stack,) = bucket.stacks
     layout = stack.entries[0].layout
@@ -28,13 +32,14 @@ def test_decayed_momentum_plus_gradient_is_sent_plus_kept(values: str, share_of_
         encoding = optimizer._local.empty(bucket)
         optimizer._local.encode_(bucket, groups, encoding)
         indices, sent = stack.codec.decode(stack_records(encoding.payload_B, stack))
-        ((_, _, unit),) = encoding.finished
+        unit = optimizer._local.steps[stack].units
         gradient = forward(bands_of(parameter.grad, layout, 0, layout.num_bands), layout, Scratch())
         expected = 0.999 * before + gradient.reshape_as(before)
         total = optimizer.state[parameter]["momentum"].clone()
         slots = indices.clamp(max=stack.codec.num_elements - 1)
         total.scatter_add_(1, slots, sent * unit)
-        assert torch.allclose(total, expected, atol=1e-5)
+        tolerance = 0.05 if (backend, device.type) == ("triton", "cuda") else 1e-5  # TF32 products
+        assert torch.allclose(total, expected, atol=tolerance)
         if values == "float32" and not share_of_dense:
             assert not optimizer.state[parameter]["momentum"].gather(1, slots).any(), "float values must leave exact zeros"
 

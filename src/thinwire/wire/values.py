@@ -60,7 +60,8 @@ def decode_bfloat16(codes_CK: Tensor, scale_C1: Tensor) -> Tensor:
 def encode_integers(values_CK: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     """Multiples of ``scale = max |v| / (2**(num_bits-1) - 1)``, in two's complement."""
     largest_code = 2 ** (num_bits - 1) - 1
-    scale = _round_scale(values_CK.abs().amax(dim=1, keepdim=True) / largest_code, largest_code)
+    # In float64, so that how a device divides does not show in the rounded scale.
+    scale = _round_scale(values_CK.abs().amax(dim=1, keepdim=True).double() / largest_code, largest_code)
     steps = (values_CK / scale.where(scale > 0, 1)).round_().clamp_(-largest_code, largest_code)
     steps = steps.where(scale > 0, 0)
     return steps.to(torch.int64) & (2**num_bits - 1), scale
@@ -89,9 +90,12 @@ def decode_sign(codes_CK: Tensor, scale_C1: Tensor) -> Tensor:
 
 
 def mean_magnitude(values_CK: Tensor) -> Tensor:
-    """Mean of |v| over the slots that are not 0, per chunk (C, 1); 0 where there are none."""
+    """Mean of |v| over the slots that are not 0, per chunk (C, 1); 0 where there are none.
+
+    In float64, so that in which order a device adds does not show in the rounded mean.
+    """
     num_live = (values_CK != 0).sum(dim=1, keepdim=True).clamp_(min=1)
-    return (values_CK.abs() / num_live).sum(dim=1, keepdim=True)
+    return (values_CK.abs().double() / num_live).sum(dim=1, keepdim=True).to(values_CK.dtype)
 
 
 def scale_to_code(scale_C1: Tensor) -> Tensor:
@@ -112,7 +116,7 @@ def _bfloat16_code(values: Tensor) -> Tensor:
 def _round_scale(scale_C1: Tensor, largest_code: int) -> Tensor:
     """Round, and keep the largest code times the scale finite."""
     largest = _LARGEST_BFLOAT16 if largest_code == 1 else _LARGEST_BFLOAT16 / (largest_code + 1)
-    return scale_C1.clamp(max=largest).to(torch.bfloat16).to(torch.float32)
+    return scale_C1.clamp(max=largest).to(torch.float32).to(torch.bfloat16).to(torch.float32)
 
 
 def _no_scale(values_CK: Tensor) -> Tensor:

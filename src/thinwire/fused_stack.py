@@ -1,0 +1,163 @@
+"""The fused backend: a stack in a few kernel launches, whatever the number of its tensors.
+
+The kernels find the tensors through tables of addresses. Addresses may change from step to step (a gradient is a new
+tensor after `zero_grad`), so they are compared at each step, and a table that no longer fits is written anew.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from thinwire.core.scratch import Scratch
+from thinwire.exchange.plan import Entry, Stack
+from thinwire.fused import is_interpreted
+from thinwire.kernels.decode import Settings, decode_
+from thinwire.kernels.encode import accumulate_, encode_
+from thinwire.kernels.table import ChunkTable, Cut, Row, upload_rows
+from thinwire.slabs import LocalTensor
+from thinwire.stack_step import GroupStep
+from thinwire.torch_stack import TorchStack, change_whole_
+
+# Triton's interpreter cannot run kernels in two threads at once.
+_turn = threading.Lock() if is_interpreted() else nullcontext()
+
+Form = tuple[torch.dtype | None, torch.dtype, torch.dtype, bool, bool]
+"""What the tensors of one launch have in common: dtypes of gradient (None: there is none), momentum and parameter, and
+whether they are padded, and aligned."""
+
+
+class FusedStack:
+    """One stack of one replica. ``plain`` does the same slowly, and is asked for what is rarely needed."""
+
+    def __init__(self, stack: Stack, tensors: Sequence[LocalTensor], plain: TorchStack) -> None:
+        self._stack, self._tensors, self._plain = stack, tensors, plain
+        device = tensors[stack.entries[0].tensor].parameter.device
+        self._units_C = torch.zeros(stack.num_chunks, device=device)
+        self._hints_C = torch.zeros(stack.num_chunks, dtype=torch.int32, device=device)
+        self._scratch = Scratch()
+        self._encode_tables, self._apply_tables = _Tables(stack, device), _Tables(stack, device)
+
+    def encode_(self, group: GroupStep, payload_B: Tensor) -> None:
+        """See `StackStep`."""
+        gradients = self._gradients()
+        settings = (group.decay, group.gradient_scale, self._stack.share)
+        codec, offset = self._stack.codec, self._stack.offset_bytes
+        for _, table in self._for_encoding(gradients):
+            with _turn:
+                encode_(table, codec, payload_B, offset, self._units_C, self._hints_C, self._scratch, settings)
+
+    def undo_(self, group: GroupStep, payload_B: Tensor) -> None:
+        """See `StackStep`."""
+        units = self.units
+        for slab in self._plain.slabs:
+            self._plain.give_back_(slab, payload_B, units[slab.records] if isinstance(units, Tensor) else units)
+        decay = 1 / group.decay if group.decay else 0.0
+        for _, table in self._for_encoding(self._gradients()):
+            with _turn:
+                accumulate_(table, (decay, -group.gradient_scale * decay))
+
+    @property
+    def units(self) -> Tensor | float:
+        """See `StackStep`."""
+        return 1.0 if self._stack.codec.value_codec.unit is None else self._units_C[:, None]
+
+    def apply_(self, group: GroupStep, payloads_RB: Tensor, combine_rule: str) -> None:
+        """See `StackStep`."""
+        targets = {entry.tensor: self._tensors[entry.tensor].parameter.contiguous() for entry in self._stack.entries}
+        hyper, beta = group.hyper, group.hyper.betas[1]
+        settings = Settings(hyper.lr, 1 - hyper.lr * group.weight_decay, *hyper.betas, hyper.eps, 1 - beta**hyper.step)
+        direction = self._whole_direction() if group.rule.whole_matrices else None
+        over_senders = combine_rule == "mean_over_senders"
+        for entries, table in self._apply_tables.update(lambda entry: self._apply_row(entry, targets, direction)):
+
+            def decode(first: int, last: int, rule: str, table: ChunkTable = table) -> None:
+                codec, offset = self._stack.codec, self._stack.offset_bytes
+                with _turn:
+                    decode_(table, codec, payloads_RB, offset, over_senders, rule, settings, self._scratch, (first, last))
+
+            if direction is None:
+                decode(0, table.num_chunks, group.rule.name)
+                continue
+            first = 0
+            for entry in entries:
+                target = targets[entry.tensor]
+                decode(first, first + entry.layout.num_chunks, "whole")
+                change_whole_(self._tensors[entry.tensor], target, direction[: target.numel()].view(target.shape), group)
+                first += entry.layout.num_chunks
+        for index, target in targets.items():
+            if target.data_ptr() != self._tensors[index].parameter.data_ptr():
+                self._tensors[index].parameter.copy_(target)
+
+    def _gradients(self) -> dict[int, Tensor]:
+        found = ((entry.tensor, self._tensors[entry.tensor].parameter.grad) for entry in self._stack.entries)
+        gradients = {index: gradient.contiguous() for index, gradient in found if gradient is not None}
+        return {index: g.float() if g.dtype == torch.float64 else g for index, g in gradients.items()}
+
+    def _whole_direction(self) -> Tensor:
+        """Room for the direction of the largest tensor."""
+        largest = max(self._tensors[entry.tensor].parameter.numel() for entry in self._stack.entries)
+        return self._scratch.take("direction", (largest,), torch.float32, self._units_C.device)
+
+    def _for_encoding(self, gradients: dict[int, Tensor]) -> list[tuple[list[Entry], ChunkTable]]:
+        return self._encode_tables.update(lambda entry: self._encode_row(entry, gradients.get(entry.tensor)))
+
+    def _encode_row(self, entry: Entry, gradient: Tensor | None) -> tuple[Form, Row]:
+        local = self._tensors[entry.tensor]
+        row = Row(0 if gradient is None else gradient.data_ptr(), local.momentum_CE.data_ptr(), 0, 0)
+        return self._form(entry, local, None if gradient is None else gradient.dtype, row), row
+
+    def _apply_row(self, entry: Entry, targets: dict[int, Tensor], direction: Tensor | None) -> tuple[Form, Row]:
+        local = self._tensors[entry.tensor]
+        state = direction if direction is not None else next(iter(local.rule_state.values()), None)
+        row = Row(0, 0, targets[entry.tensor].data_ptr(), 0 if state is None else state.data_ptr())
+        return self._form(entry, local, None, row), row
+
+    def _form(self, entry: Entry, local: LocalTensor, gradient: torch.dtype | None, row: Row) -> Form:
+        layout = entry.layout
+        addresses = (row.gradient, row.momentum, row.parameter, row.rule_state)
+        is_aligned = layout.col_edge % 16 == layout.num_cols % 16 == 0 and all(a % 16 == 0 for a in addresses)
+        return gradient, local.momentum_CE.dtype, local.parameter.dtype, layout.is_padded, is_aligned
+
+
+class _Tables:
+    """The tables of a stack, one per form, and what they were made from."""
+
+    def __init__(self, stack: Stack, device: torch.device) -> None:
+        self._stack, self._device = stack, device
+        self._known: list[tuple[Form, Row]] = []
+        self._tables: list[tuple[list[Entry], ChunkTable]] = []
+        self._rows_of_chunks: dict[tuple[int, ...], Tensor] = {}
+
+    def update(self, describe: Callable[[Entry], tuple[Form, Row]]) -> list[tuple[list[Entry], ChunkTable]]:
+        """The entries of each launch and their table, as of now."""
+        found = [describe(entry) for entry in self._stack.entries]
+        if found != self._known:
+            self._known, self._tables = found, []
+            for form in dict.fromkeys(form for form, _ in found):
+                members = [(entry, row) for entry, (its, row) in zip(self._stack.entries, found, strict=True) if its == form]
+                self._tables.append(([entry for entry, _ in members], self._table(form, members)))
+        return self._tables
+
+    def _table(self, form: Form, members: list[tuple[Entry, Row]]) -> ChunkTable:
+        gradient, momentum, parameter, padded, aligned = form
+        layout = members[0][0].layout
+        cut = Cut(layout.row_edge, layout.col_edge, layout.dense, padded, aligned)
+        rows, first = [], 0
+        for entry, row in members:
+            its = entry.layout
+            shape = (first, entry.first_chunk, its.num_rows, its.num_cols, its.chunks_per_band, its.bands_per_matrix)
+            rows.append([row.gradient, row.momentum, row.parameter, *shape, row.rule_state])
+            first += its.num_chunks
+        row_of_chunk_C = self._row_of_chunk([entry for entry, _ in members])
+        return ChunkTable(upload_rows(rows, self._device), row_of_chunk_C, cut, gradient, momentum, parameter)
+
+    def _row_of_chunk(self, entries: list[Entry]) -> Tensor:
+        key = tuple(entry.tensor for entry in entries)
+        if key not in self._rows_of_chunks:
+            counts = torch.tensor([entry.layout.num_chunks for entry in entries])
+            rows = torch.repeat_interleave(torch.arange(len(entries), dtype=torch.int32), counts)
+            self._rows_of_chunks[key] = rows.to(self._device)
+        return self._rows_of_chunks[key]

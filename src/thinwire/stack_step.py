@@ -1,0 +1,54 @@
+"""What one replica does with the chunks of one stack at a step: the contract that every backend meets."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from thinwire.core.update_rules import Hyper, UpdateRule
+from thinwire.exchange.plan import Stack
+
+
+@dataclass(frozen=True)
+class GroupStep:
+    """What one parameter group does at this step: ``m <- decay * m + gradient_scale * T(g)``, then its update rule."""
+
+    decay: float
+    gradient_scale: float
+    rule: UpdateRule
+    hyper: Hyper
+    weight_decay: float
+    chunk: int
+
+
+class StackStep(Protocol):
+    """One stack of one replica."""
+
+    def encode_(self, group: GroupStep, payload_B: Tensor) -> None:
+        """Accumulate the gradients into the momenta, and move the strongest coefficients from there into the stack's
+        records, which are 0 before."""
+        ...
+
+    def undo_(self, group: GroupStep, payload_B: Tensor) -> None:
+        """Take `encode_`, whole or as far as it came, back after an exchange that failed, to the rounding of momentum plus
+        gradient.
+
+        What was sent is added again, this step's gradient is taken out, and the decay is divided out. A decay of 0 had
+        erased the old momentum, which then comes back as 0.
+        """
+        ...
+
+    @property
+    def units(self) -> Tensor | float:
+        """How much momentum one unit of each record's values stood for when it was sent: (C, 1), or 1 for all."""
+        ...
+
+    def apply_(self, group: GroupStep, payloads_RB: Tensor, combine_rule: str) -> None:
+        """Combine everyone's records, transform back, and let the update rule change the parameters."""
+        ...
+
+
+def stack_records(payloads: Tensor, stack: Stack) -> Tensor:
+    """The records of a stack as (..., C, record_bytes), a view of one payload (B) or of everyone's (R, B)."""
+    body = payloads[..., stack.offset_bytes : stack.offset_bytes + stack.num_bytes]
+    return body.view(*payloads.shape[:-1], stack.num_chunks, stack.codec.record_bytes)

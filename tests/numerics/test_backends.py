@@ -1,0 +1,295 @@
+"""The fused backend does what the torch backend and the oracle do: in Triton's interpreter on a CPU, compiled on a GPU."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from thinwire import DeMo, fused
+from thinwire.core.combine import COMBINE_RULES
+from thinwire.core.reference import Oracle, strongest
+from thinwire.core.update_rules import UPDATE_RULES, Hyper
+from thinwire.exchange.loopback import run_replicas
+from thinwire.exchange.plan import Coding, ExchangePlan, TensorSpec, make_plan
+from thinwire.local_step import Encoding, LocalStep
+from thinwire.slabs import LocalTensor
+from thinwire.stack_step import GroupStep, stack_records
+from thinwire.wire.values import VALUE_CODECS
+
+pytest.importorskip("triton", reason="triton has no build for this platform")
+
+# Products in TF32 are off by up to 2**-11 of each factor; the interpreter's are float32.
+TRANSFORM_ERROR = {"cpu": 1e-6, "cuda": 2**-9}
+Shapes = list[tuple[int, ...]]
+
+
+def plan_for(shapes: Shapes, dtype: torch.dtype = torch.float32, **coding: Any) -> ExchangePlan:
+    settings = {"chunk": 16, "topk": 9, "values": "sign", "layout": "adaptive", "dense_below": 0, **coding}
+    return make_plan([TensorSpec(f"p{i}", s, str(dtype), 0) for i, s in enumerate(shapes)], [Coding(**settings)])
+
+
+def group_step(rule: str = "sign", **settings: Any) -> GroupStep:
+    defaults = {"decay": 0.9, "gradient_scale": 1.0, "weight_decay": 0.1, "chunk": 16}
+    return GroupStep(rule=UPDATE_RULES[rule], hyper=Hyper(0.1, 3, (0.9, 0.99), 1e-8), **{**defaults, **settings})
+
+
+def momenta_for(plan: ExchangePlan, device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    layouts = [plan.layout_of(index) for index in range(len(plan.tensors))]
+    return [torch.randn(layout.num_chunks, layout.num_elements).to(device, dtype) for layout in layouts]
+
+
+def local_step(
+    plan: ExchangePlan, backend: str, parameters: list[Tensor], momenta: list[Tensor], rule: str = "sign"
+) -> LocalStep:
+    """Tensors of their own for each backend."""
+    tensors = []
+    for parameter, momentum in zip(parameters, momenta, strict=True):
+        own = nn.Parameter(parameter.clone())
+        own.grad_dtype = None if parameter.grad is None else parameter.grad.dtype
+        own.grad = parameter.grad
+        state = {name: torch.full_like(parameter, 0.01, dtype=torch.float32) for name in UPDATE_RULES[rule].state_names}
+        tensors.append(LocalTensor(own, momentum.clone(), state))
+    return LocalStep(plan, tensors, backend)
+
+
+def encoded(plan: ExchangePlan, backend: str, parameters: list[Tensor], momenta: list[Tensor], group: GroupStep) -> Any:
+    step = local_step(plan, backend, parameters, momenta)
+    assert step.backends == {backend}
+    encoding = step.empty(plan.buckets[0])
+    step.encode_(plan.buckets[0], [group], encoding)
+    return encoding.payload_B, [tensor.momentum_CE for tensor in step.tensors], step, encoding
+
+
+def parameters_for(shapes: Shapes, device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.randn(shape).to(device, dtype) for shape in shapes]
+
+
+SHAPES: Shapes = [(40, 50), (30,), (2, 33, 17), (7,), (48, 32)]
+
+
+@pytest.mark.parametrize("values", sorted(VALUE_CODECS))
+@pytest.mark.parametrize("topk", [1, 9, 100, 256])
+def test_equal_coefficients_give_equal_bytes(values: str, topk: int, device: torch.device) -> None:
+    shapes: Shapes = [(40, 50), (30,)] if topk != 9 else SHAPES
+    plan = plan_for(shapes, values=values, topk=topk, dense_below=8)
+    parameters, momenta = parameters_for(shapes, device), momenta_for(plan, device)
+    expected = encoded(plan, "torch", parameters, momenta, group_step())
+    found = encoded(plan, "triton", parameters, momenta, group_step())
+    assert torch.equal(found[0], expected[0])
+    for mine, theirs in zip(found[1], expected[1], strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("chunk", "topk"), [(32, 8), (64, 32), (64, 64), (128, 100)])
+def test_usual_chunks_give_equal_bytes(chunk: int, topk: int, device: torch.device) -> None:
+    shapes: Shapes = [(chunk, 2 * chunk)]
+    plan = plan_for(shapes, chunk=chunk, topk=topk)
+    parameters, momenta = parameters_for(shapes, device), momenta_for(plan, device)
+    expected, found = (encoded(plan, backend, parameters, momenta, group_step()) for backend in ("torch", "triton"))
+    assert torch.equal(found[0], expected[0])
+
+
+@pytest.mark.parametrize("kind", ["ties", "zeros", "few", "extremes", "one size"])
+@pytest.mark.parametrize("topk", [5, 90])
+def test_indices_are_the_oracles(kind: str, topk: int, device: torch.device) -> None:
+    plan = plan_for([(32, 48), (15, 17)], topk=topk, values="float32")
+    momenta = momenta_for(plan, device)
+    for momentum in momenta:
+        if kind == "ties":
+            momentum.mul_(1.5).round_()
+        elif kind == "zeros":
+            momentum[::2] = 0
+        elif kind == "few":
+            momentum[momentum.abs() < 2.5] = 0
+        elif kind == "extremes":
+            momentum.mul_(torch.randint(-120, 120, momentum.shape, device=device).float().exp2_())
+        else:
+            momentum.sign_()
+    before = [momentum.cpu() for momentum in momenta]
+    group = group_step(decay=1.0)
+    payload_B = encoded(plan, "triton", parameters_for([(32, 48), (15, 17)], device), momenta, group)[0].cpu()
+    for stack in plan.buckets[0].stacks:
+        indices_CK, values_CK = stack.codec.decode(stack_records(payload_B, stack))
+        chunks = torch.cat([before[entry.tensor] for entry in stack.entries])
+        for chunk, indices, values in zip(chunks, indices_CK, values_CK, strict=True):
+            kept = strongest(chunk.tolist(), stack.codec.num_kept)
+            assert indices[: len(kept)].tolist() == kept
+            assert (indices[len(kept) :] == stack.codec.num_elements).all()
+            assert torch.equal(values[: len(kept)], chunk[kept])
+
+
+def test_where_the_search_begins_changes_nothing(device: torch.device) -> None:
+    plan = plan_for([(64, 64)], topk=9)
+    parameters, momenta = parameters_for([(64, 64)], device), momenta_for(plan, device)
+    expected = encoded(plan, "triton", parameters, momenta, group_step())[0]
+    step = local_step(plan, "triton", parameters, momenta)
+    (stack,) = plan.buckets[0].stacks
+    hints_C = step.steps[stack]._hints_C  # type: ignore[attr-defined]
+    hints_C.copy_(torch.randint(1, 0x7F800000, hints_C.shape))
+    encoding = step.empty(plan.buckets[0])
+    step.encode_(plan.buckets[0], [group_step()], encoding)
+    assert torch.equal(encoding.payload_B, expected)
+
+
+@pytest.mark.parametrize("momentum_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_are_accumulated(gradient_dtype: torch.dtype, momentum_dtype: torch.dtype, device: torch.device) -> None:
+    shapes: Shapes = [(40, 50), (30,), (64, 32)]
+    plan = plan_for(shapes, values="float32", dense_below=40)
+    parameters, momenta = parameters_for(shapes, device), momenta_for(plan, device, momentum_dtype)
+    for parameter in parameters[:-1]:  # the last has no gradient
+        parameter.grad_dtype = gradient_dtype
+        parameter.grad = torch.randn_like(parameter).to(gradient_dtype)
+    group = group_step(gradient_scale=-0.7)
+    results = [encoded(plan, backend, parameters, momenta, group) for backend in ("torch", "triton")]
+    totals = []
+    for payload_B, after, _, _ in results:  # what was sent and what was kept, whichever is which
+        sums = [momentum.float() for momentum in after]
+        for stack in plan.buckets[0].stacks:
+            indices_CK, values_CK = stack.codec.decode(stack_records(payload_B, stack))
+            for entry in stack.entries:
+                mine = slice(entry.first_chunk, entry.first_chunk + entry.layout.num_chunks)
+                sums[entry.tensor].scatter_add_(
+                    1, indices_CK[mine].clamp(max=entry.layout.num_elements - 1), values_CK[mine]
+                )
+        totals.append(torch.cat([total.view(-1) for total in sums]))
+    rounding = 2**-7 if momentum_dtype == torch.bfloat16 else 0.0
+    tolerance = TRANSFORM_ERROR[device.type] * 10 + rounding * totals[0].abs().max()
+    assert (totals[0] - totals[1]).abs().max() <= tolerance
+
+
+# The values do not concern a rule, so two kinds of them suffice for most.
+APPLIED = [("sgd", values, combine) for values in sorted(VALUE_CODECS) for combine in COMBINE_RULES] + [
+    (rule, *how)
+    for rule in ("adamw", "lion", "muon", "sign")
+    for how in (("sign", "mean_over_senders"), ("int8", "mean_over_replicas"))
+]
+
+
+@pytest.mark.parametrize(("rule", "values", "combine"), APPLIED)
+def test_payloads_are_applied(rule: str, values: str, combine: str, device: torch.device) -> None:
+    shapes: Shapes = [(40, 50), (30,), (48, 32)]
+    plan = plan_for(shapes, values=values, dense_below=8)
+    parameters = parameters_for(shapes, device)
+    everyone = [encoded(plan, "torch", parameters, momenta_for(plan, device), group_step())[0] for _ in range(3)]
+    compare_applied(plan, parameters, torch.stack(everyone), rule, combine)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "topk", "num_replicas"), [(64, 32, 2), (64, 64, 20), (128, 40, 3), (16, 256, 2), (16, 100, 300)]
+)
+def test_any_number_of_replicas(chunk: int, topk: int, num_replicas: int, device: torch.device) -> None:
+    shapes: Shapes = [(chunk, chunk + 16)]
+    plan = plan_for(shapes, chunk=chunk, topk=topk)
+    parameters = parameters_for(shapes, device)
+    few = [encoded(plan, "torch", parameters, momenta_for(plan, device), group_step())[0] for _ in range(3)]
+    compare_applied(plan, parameters, torch.stack([few[r % 3] for r in range(num_replicas)]), "sgd", "mean_over_senders")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", ["sgd", "adamw", "muon"])
+def test_parameters_of_half_width(rule: str, dtype: torch.dtype, device: torch.device) -> None:
+    plan = plan_for([(24, 32)], dtype)
+    parameters = parameters_for([(24, 32)], device, dtype)
+    payload_B = encoded(plan, "torch", parameters, momenta_for(plan, device), group_step())[0]
+    compare_applied(plan, parameters, payload_B[None], rule, "mean_over_senders", rounding=2**-7)
+
+
+def compare_applied(
+    plan: ExchangePlan, parameters: list[Tensor], payloads_RB: Tensor, rule: str, combine: str, rounding: float = 0.0
+) -> None:
+    """Apply with both backends; where the sign rules decide by the sign of nearly nothing, they may differ."""
+    results, device = [], payloads_RB.device
+    for backend in ("torch", "triton"):
+        step = local_step(plan, backend, parameters, momenta_for(plan, device), rule)
+        with torch.no_grad():
+            step.apply_(plan.buckets[0], [group_step(rule)], payloads_RB, combine)
+        results.append([t for tensor in step.tensors for t in (tensor.parameter.data, *tensor.rule_state.values())])
+    num_different, num_all = 0, 0
+    for expected, found in zip(*results, strict=True):
+        tolerance = TRANSFORM_ERROR[device.type] * 2 + rounding * (1 + expected.abs())
+        is_different = (found.float() - expected.float()).abs() > tolerance
+        num_different, num_all = num_different + int(is_different.sum()), num_all + found.numel()
+    allowed = {"sgd": 0, "muon": 0}.get(rule, num_all // 100 if device.type == "cuda" or rounding else num_all // 1000)
+    assert num_different <= allowed
+
+
+@pytest.mark.parametrize("values", ["sign", "int4", "float32"])
+def test_an_encoding_can_be_undone(values: str, device: torch.device) -> None:
+    plan = plan_for([(40, 50), (30,)], values=values, dense_below=40)
+    parameters, momenta = parameters_for([(40, 50), (30,)], device), momenta_for(plan, device)
+    parameters[0].grad = torch.randn_like(parameters[0])
+    step: LocalStep
+    encoding: Encoding
+    _, after, step, encoding = encoded(plan, "triton", parameters, momenta, group_step())
+    assert not torch.allclose(after[0], momenta[0], atol=1e-3)
+    step.undo_(plan.buckets[0], [group_step()], encoding)
+    for found, expected in zip(after, momenta, strict=True):
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("update", ["sign", "muon"])
+def test_training_follows_the_oracle(update: str, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(3)
+    start = torch.randn(32, 48, generator=generator)
+    gradients = [[torch.randn(32, 48, generator=generator) for _ in range(2)] for _ in range(3)]
+    options: dict[str, Any] = {"chunk": 16, "topk": 12, "dense_below": 0, "values": "float32", "update": update}
+
+    def train(transport: Any) -> tuple[Tensor, Tensor]:
+        parameter = nn.Parameter(start.clone().to(device))
+        optimizer = DeMo([parameter], lr=0.05, momentum_decay=0.9, transport=transport, backend="triton", **options)
+        for step in gradients:
+            parameter.grad = step[transport.replica].to(device)  # a new tensor at each step
+            optimizer.step()
+        return parameter.detach(), optimizer.state[parameter]["momentum"]
+
+    results = run_replicas(train, 2)
+    assert torch.equal(results[0][0], results[1][0])
+    oracle = Oracle(start.view(1, 32, 48), 2, (16, 16), 12, rule=update)
+    for step in gradients:
+        oracle.step([gradient.view(1, 32, 48) for gradient in step], 0.05, 0.9)
+    error = TRANSFORM_ERROR[device.type]
+    assert oracle.closest_call > 1e-5 or device.type == "cuda"
+    different = (results[0][0].cpu() - oracle.parameter.view(32, 48)).abs() > 4 * error
+    assert different.float().mean() <= (0.02 if device.type == "cuda" else 0.0)
+
+
+def test_a_parameter_that_is_not_contiguous_is_trained(device: torch.device) -> None:
+    results = []
+    for backend in ("torch", "triton"):
+        torch.manual_seed(0)
+        parameter = nn.Parameter(torch.randn(32, 48).to(device).t())
+        parameter.grad = torch.randn(32, 48).to(device).t()
+        DeMo([parameter], lr=0.1, chunk=16, dense_below=0, topk=64, update="sgd", values="float32", backend=backend).step()
+        results.append(parameter.detach())
+    assert (results[0] - results[1]).abs().max() <= 4 * TRANSFORM_ERROR[device.type]
+
+
+def test_what_the_kernels_cannot_do_is_refused_or_left_to_torch(
+    device: torch.device, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    double = nn.Parameter(torch.zeros(64, 64, dtype=torch.float64, device=device))
+    with pytest.raises(ValueError, match=r"cannot train parameter 0 of group 0: torch\.float64"):
+        DeMo([double], backend="triton")
+    wide = nn.Parameter(torch.zeros(512, 512, device=device))
+    with pytest.raises(ValueError, match="its chunks are 256 x 256"):
+        DeMo([wide], chunk=256, backend="triton")
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    if device.type == "cuda":
+        with caplog.at_level(logging.WARNING, "thinwire"):
+            optimizer = DeMo([wide])
+        assert optimizer._local.backends == {"torch"}
+        assert [record.getMessage() for record in caplog.records] == [
+            "the torch backend, which is slower, trains parameter 0 of group 0 and others: "
+            "the kernels are written for NVIDIA GPUs, and this is ROCm"
+        ]
+
+
+def test_without_a_gpu_triton_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = nn.Parameter(torch.zeros(64, 64))
+    assert DeMo([parameter])._local.backends == {"torch"}
+    monkeypatch.setattr(fused, "is_interpreted", lambda: False)
+    with pytest.raises(ValueError, match="the kernels need a CUDA device, not cpu"):
+        DeMo([parameter], backend="triton")
