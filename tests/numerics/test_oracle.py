@@ -138,7 +138,7 @@ def test_dtypes_mix_and_one_step_is_the_oracles_to_rounding(
     oracle.step([seen.view(1, 24, 16)], 0.5, 0.999)
     rounding = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[parameter_dtype]
     if momentum_dtype == "bfloat16":
-        rounding += 2**-8  # what is sent comes from the momentum as it is kept
+        rounding += 2**-7  # what is sent comes from the momentum as it is kept
     expected = oracle.parameter.view(24, 16)
     assert ((parameter.detach().double().cpu() - expected).abs() <= rounding * (1 + expected.abs())).all()
     momentum = optimizer.state[parameter]["momentum"].double().cpu()
