@@ -130,7 +130,7 @@ def test_dtypes_mix_and_one_step_is_the_oracles_to_rounding(
     parameter.grad_dtype = gradient_dtype  # torch ties the dtype of .grad to the parameter's unless told otherwise
     parameter.grad = gradient.to(device)
     before = parameter.detach().double().cpu()
-    options = {"chunk": 8, "topk": 16, "dense_below": 0, "values": "float32", "update": "sgd"}
+    options = {"chunk": 8, "topk": 16, "dense_below": 0, "values": "float32", "update": "sgd", "backend": "torch"}
     optimizer = DeMo([parameter], lr=0.5, momentum_dtype=momentum_dtype, **options)
     seen = parameter.grad.double().cpu()
     optimizer.step()

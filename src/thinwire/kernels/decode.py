@@ -185,7 +185,7 @@ def _decode_kernel(
             if OVER_SENDERS:
                 direction = direction / tl.maximum(num_senders, 1).to(tl.float32)
             else:
-                direction = direction / num_replicas.to(tl.float32)
+                direction = direction / (num_replicas * 1.0)
             if not DENSE:
                 direction = tl.dot(direction, col_basis, input_precision=PRECISION)
                 direction = tl.dot(row_basis, direction, input_precision=PRECISION)
