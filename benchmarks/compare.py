@@ -10,8 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from environment import environment
-
+from thinwire.bench.environment import environment
 from thinwire.training.logs import read_rows
 from thinwire.training.report import draw_losses
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from environment import environment
 from pytorch_optimizer import DeMo as PeerDeMo
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from thinwire import DeMo
+from thinwire.bench.environment import environment
 
 Shapes = list[tuple[int, ...]]
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from environment import environment
 from torch import Tensor, nn
 
 from thinwire import DeMo
+from thinwire.bench.environment import environment
 from thinwire.exchange import plan
 from thinwire.wire import values as value_table
 

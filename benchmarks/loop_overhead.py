@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 import torch
-from environment import environment
 from rich.console import Console
 
+from thinwire.bench.environment import environment
 from thinwire.parallel.place import Place
 from thinwire.training import recipes
 from thinwire.training.examples import Order

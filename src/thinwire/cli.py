@@ -14,6 +14,7 @@ _USAGE = """usage: thinwire COMMAND [options]
 commands:
   train [RECIPE]   train a model with one or more replicas   (thinwire train --help)
   plan             predict step times over a given link      (thinwire plan --help)
+  bench step       measure an optimizer step on this machine (thinwire bench --help)
 
 options:
   --version        print the version
@@ -70,9 +71,9 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _commands() -> dict[str, Callable[[list[str]], int]]:
-    from thinwire.commands import plan, train
+    from thinwire.commands import bench, plan, train
 
-    return {"train": train.command, "plan": plan.command}
+    return {"train": train.command, "plan": plan.command, "bench": bench.command}
 
 
 def _report(error: Exception, debug: bool) -> int:

@@ -33,6 +33,7 @@ LAYERS = [
     "planner",
     "parallel",
     "training",
+    "bench",
     "__init__",
     "commands",
     "cli",
@@ -59,6 +60,9 @@ EXTRAS = {
     "training/report.py": {"matplotlib", "rich"},
     "training/reporter.py": {"rich"},
     "training/text.py": {"datasets", "tokenizers"},
+    "bench/contenders.py": {"pytorch_optimizer"},
+    "bench/figure.py": {"matplotlib"},
+    "commands/bench.py": {"rich", "tyro"},
     "commands/plan.py": {"rich", "tyro"},
     "commands/train.py": {"rich", "tyro"},
 }

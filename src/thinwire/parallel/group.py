@@ -38,6 +38,12 @@ def join(place: Place, device: torch.device, backend: str, timeout_seconds: floa
     return default_transport(None, timeout_seconds)
 
 
+def join_alone(folder: str) -> None:
+    """A process group of this process alone, unless there is a group; it meets itself in a file in ``folder``."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", init_method=f"file://{folder}/alone", rank=0, world_size=1)
+
+
 def backend_name() -> str:
     """What carries the replicas' messages."""
     return str(dist.get_backend()) if dist.is_initialized() else "none"

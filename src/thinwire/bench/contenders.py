@@ -1,0 +1,150 @@
+"""The optimizers whose step is measured, and what each must move through memory at least.
+
+All contenders of a run share parameters and gradients: only the time of a step matters here, not where it leads.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.core.layout import empty_momentum
+from thinwire.core.update_rules import UPDATE_RULES, Hyper
+from thinwire.exchange.plan import Coding, ExchangePlan, TensorSpec, make_plan
+from thinwire.local_step import LocalStep
+from thinwire.slabs import LocalTensor
+from thinwire.stack_step import GroupStep
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def olmo(dim: int, num_layers: int = 16, vocabulary: int = 50304) -> Shapes:
+    """The matrices of the paper's models."""
+    layer = ((3 * dim, dim), (dim, dim), (8 * dim, dim), (dim, 4 * dim))
+    return ((vocabulary, dim), *(layer * num_layers))
+
+
+SHAPES: dict[str, Shapes] = {"300m": olmo(1024), "1b": olmo(2048), "tiny": olmo(64, 2, 256)}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``parts`` are run and timed one after the other; ``prepare`` is run before, untimed. ``floor_bytes`` and
+    ``state_bytes`` are per parameter; ``held_bytes`` is what is held between steps besides parameters, gradients, state."""
+
+    name: str
+    parts: dict[str, Callable[[], None]]
+    floor_bytes: float
+    state_bytes: float
+    prepare: Callable[[], None] = field(default=lambda: None)
+    topk: int | None = None
+    replicas: int | None = None
+    held_bytes: int = 0
+
+
+def make_parameters(shapes: Shapes, device: torch.device) -> list[nn.Parameter]:
+    """Random parameters with random gradients."""
+    parameters = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    return parameters
+
+
+def others(parameters: Sequence[nn.Parameter]) -> Iterator[Callable[[], Contender]]:
+    """Builders of the optimizers to compare with; float32 parameters, gradients and states are read and written once."""
+    yield lambda: _torch("AdamW fused", torch.optim.AdamW(parameters, lr=1e-6, fused=True), 28, 8)
+    yield lambda: _torch("SGD fused", torch.optim.SGD(parameters, 1e-6, momentum=0.9, fused=True), 20, 4)
+    yield lambda: _torch("Muon", torch.optim.Muon(list(parameters), lr=1e-6), 20, 4)
+    yield lambda: _published(parameters)
+
+
+def _torch(name: str, optimizer: torch.optim.Optimizer, floor_bytes: float, state_bytes: float) -> Contender:
+    return Contender(name, {"step": lambda: _call(optimizer)}, floor_bytes, state_bytes)
+
+
+def _published(parameters: Sequence[nn.Parameter]) -> Contender:
+    """pytorch-optimizer's DeMo needs a process group, of one process here; it overwrites the gradients."""
+    import tempfile
+
+    import pytorch_optimizer
+
+    from thinwire.parallel.group import join_alone
+
+    join_alone(tempfile.mkdtemp())
+    gradients = [parameter.grad for parameter in parameters]
+    optimizer = pytorch_optimizer.DeMo(list(parameters), lr=1e-6)
+
+    def restore() -> None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.clone()
+
+    return Contender("published DeMo", {"step": lambda: _call(optimizer)}, 20, 4, restore, topk=32, replicas=1)
+
+
+def _call(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+class LocalWorld:
+    """The local step of one replica among R, without a wire: its own payload, and R that others might have sent."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], backend: str, topk: int, most_replicas: int) -> None:
+        held = _allocated(parameters[0].device)
+        specs = [TensorSpec(f"p{i}", tuple(p.shape), str(p.dtype), 0) for i, p in enumerate(parameters)]
+        plan = make_plan(specs, [Coding(64, topk, "sign", "adaptive", 4096)])
+        (self._bucket,) = plan.buckets
+        self._tensors = [self._local_tensor(plan, i, p) for i, p in enumerate(parameters)]
+        self._step = LocalStep(plan, self._tensors, backend)
+        self._groups = [GroupStep(0.999, 1.0, UPDATE_RULES["sign"], Hyper(1e-6, 1, (0.9, 0.99), 1e-8), 0.0, 64)]
+        self._encoding = self._step.empty(self._bucket)
+        self._everyone_RB = self._encoding.payload_B.new_zeros(most_replicas, self._bucket.payload_bytes)
+        for payload_B in self._everyone_RB:
+            self.refresh()
+            self.encode()
+            payload_B.copy_(self._encoding.payload_B)
+        self.num_replicas = self._most_replicas = most_replicas
+        momentum_bytes = sum(tensor.momentum_CE.numel() * 4 for tensor in self._tensors)
+        self._held_bytes = max(0, _allocated(parameters[0].device) - held - momentum_bytes)
+
+    @staticmethod
+    def _local_tensor(plan: ExchangePlan, index: int, parameter: Tensor) -> LocalTensor:
+        return LocalTensor(parameter, empty_momentum(plan.layout_of(index), torch.float32, parameter.device))
+
+    @property
+    def payload_bytes(self) -> int:
+        """Length of a payload."""
+        return self._bucket.payload_bytes
+
+    def refresh(self) -> None:
+        """A momentum that has seen much: random, and the same kind of random at every step."""
+        for tensor in self._tensors:
+            tensor.momentum_CE.normal_()
+
+    def encode(self) -> None:
+        """From gradients to a payload."""
+        self._encoding.payload_B.zero_()
+        self._encoding.begun.clear()
+        self._step.encode_(self._bucket, self._groups, self._encoding)
+
+    def decode(self) -> None:
+        """From everyone's payloads to parameters."""
+        self._step.apply_(self._bucket, self._groups, self._everyone_RB[: self.num_replicas], "mean_over_senders")
+
+    def contender(self, backend: str, topk: int, replicas: int) -> Contender:
+        """This world with so many replicas. Gradient, momentum and parameter, and the payloads: 20 bytes and a little."""
+
+        def prepare() -> None:
+            self.num_replicas = replicas
+            self.refresh()
+
+        num_parameters = sum(tensor.parameter.numel() for tensor in self._tensors)
+        floor_bytes = 20 + (replicas + 1) * self.payload_bytes / num_parameters
+        parts = {"encode": self.encode, "decode": self.decode}
+        held_bytes = self._held_bytes - (self._most_replicas - replicas) * self.payload_bytes
+        return Contender(f"thinwire {backend}", parts, floor_bytes, 4, prepare, topk, replicas, held_bytes)
+
+
+def _allocated(device: torch.device) -> int:
+    """Bytes in use, where the device tells."""
+    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0

@@ -1,0 +1,83 @@
+"""``thinwire bench``: what a step costs here, Thinwire's beside other optimizers'."""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from thinwire.core.errors import check_int
+from thinwire.training.errors import TrainingError
+
+if TYPE_CHECKING:
+    from thinwire.bench.step import StepRow
+
+
+@dataclass(frozen=True)
+class BenchCommand:
+    """Measure one optimizer step: every backend, fused AdamW and SGD, Muon and pytorch_optimizer's DeMo, in turns.
+
+    docs/kernels.md says what the figures mean.
+    """
+
+    what: tyro.conf.Positional[Literal["step"]]
+    """What to measure: step."""
+    shapes: tuple[Literal["300m", "1b", "tiny"], ...] = ("300m",)
+    """Whose parameters: the paper's 300M or 1B model, or a tiny one to try the command."""
+    topk: tuple[int, ...] = (32,)
+    """Coefficients per chunk."""
+    replicas: tuple[int, ...] = (8,)
+    """Payloads to decode."""
+    backends: tuple[Literal["triton", "torch"], ...] = ("triton", "torch")
+    """Which of Thinwire's backends; triton is left out where it cannot run."""
+    rounds: int = 9
+    """Steps of each, after two that do not count."""
+    device: str = "auto"
+    """cuda, cpu, or auto: a GPU if there is one."""
+    out: Path | None = None
+    """A folder for rows, environment, summary and figure."""
+    debug: bool = False
+    """Show where an error came from."""
+
+
+def command(arguments: list[str]) -> int:
+    """Run it."""
+    asked = tyro.cli(BenchCommand, prog="thinwire bench", args=arguments)
+    for option in ("topk", "replicas"):
+        for value in getattr(asked, option):
+            check_int(f"--{option}", value, 1)
+    check_int("--rounds", asked.rounds, 1)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if asked.device == "auto" else asked.device
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise TrainingError(f"--device {asked.device}: there is no CUDA device here; cpu or auto")
+    from thinwire.bench.report import write
+    from thinwire.bench.step import Case, StepRow, measure
+
+    console, rows = Console(), list[StepRow]()
+    for shapes in asked.shapes:
+        case = Case(shapes, asked.topk, asked.replicas, asked.backends, asked.rounds, device)
+        for row in measure(case, lambda text: console.print(f"[dim]{text}[/dim]", highlight=False)):
+            rows.append(row)
+            console.print(f"{row.contender}: {row.median_ms:.2f} ms", highlight=False)
+    _print(rows, console)
+    if asked.out is not None:
+        write(rows, asked.out, shlex.join(["thinwire", "bench", *arguments]))
+        print(f"rows, summary and figure: {asked.out}")
+    return 0
+
+
+def _print(rows: "list[StepRow]", console: Console) -> None:
+    from thinwire.bench.report import HEADINGS, cells
+
+    for shapes in dict.fromkeys(row.shapes for row in rows):
+        table = Table(title=f"one step, {shapes} shapes", title_justify="left")
+        for heading in HEADINGS:
+            table.add_column(heading, justify="left" if heading == "step" else "right")
+        for row in rows:
+            if row.shapes == shapes:
+                table.add_row(*cells(row))
+        console.print(table)
