@@ -64,7 +64,8 @@ class DeMo(Optimizer):
         sync_parameters: start from replica 0's parameters.
         timeout_seconds: the longest wait for another replica.
         num_buckets: payloads, and so collectives, per step.
-        backend: ``torch``; ``auto`` takes the fastest there is.
+        backend: ``triton`` for fused kernels on NVIDIA GPUs, ``torch`` for plain tensor operations on any device; ``auto``
+            takes the fastest that runs.
     """
 
     # torch.amp.GradScaler then leaves unscaling and the decision to skip to step(), where all replicas take it together.

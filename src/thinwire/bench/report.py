@@ -40,7 +40,7 @@ def markdown(rows: Sequence[StepRow]) -> str:
 
 
 def write(rows: Sequence[StepRow], folder: Path, command: str) -> None:
-    """rows.jsonl, environment.json, summary.md and step.png. Rows that the folder holds already stay, unless measured anew."""
+    """rows.jsonl, environment.json, summary.md and step.png; rows that are there already stay, unless measured anew."""
     from thinwire.bench.figure import draw
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,10 +50,10 @@ def write(rows: Sequence[StepRow], folder: Path, command: str) -> None:
     text = (
         "# One optimizer step\n\n"
         f"`{command}`\n\n"
-        "Median milliseconds of steps taken in turns with fused AdamW, so ratios are of one run; the floor is the bytes a step\n"
-        "must move over the bandwidth of a large copy. A Thinwire step is the local one: encode, and decode with the update,\n"
-        "of R payloads; sealing, checking and the wire are not in it. Memory is the most that is held besides parameters,\n"
-        "gradients and state, in percent of the parameters' bytes, the R payloads included.\n\n"
+        "Median milliseconds of steps taken in turns with fused AdamW, so ratios are of one run; the floor is the bytes a\n"
+        "step must move over the bandwidth of a large copy. A Thinwire step is the local one: encode, and decode with the\n"
+        "update, of R payloads; sealing, checking and the wire are not in it. Memory is the most that is held besides\n"
+        "parameters, gradients and state, in percent of the parameters' bytes, the R payloads included.\n\n"
     )
     (folder / "summary.md").write_text(text + markdown(rows))
     draw(rows, folder / "step.png")

@@ -90,7 +90,7 @@ def _builders(
     for build in list(others(parameters))[1:]:
         yield lambda build=build: [build()]  # type: ignore[misc]
     for backend in case.backends:
-        if backend == "triton" and why_not_on(device) is not None:
+        if backend == "triton" and (device.type == "cpu" or why_not_on(device) is not None):
             continue
         for topk in case.topks:
             yield lambda backend=backend, topk=topk: _local(parameters, backend, topk, case.replicas)  # type: ignore[misc]
