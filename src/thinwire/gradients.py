@@ -34,14 +34,14 @@ def _first_nonfinite(gradients: Sequence[tuple[int, Tensor]]) -> int:
 
     No coefficient of a chunk exceeds the norm of the gradient, so a finite norm keeps the momentum finite too.
     """
-    norms: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
     for index, gradient in gradients:
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(gradient, dtype=wide).double()
-        norms.setdefault(gradient.device, []).append((index, norm))
+        alike.setdefault((gradient.device, gradient.dtype), []).append((index, gradient))
     bad = []
-    for found in norms.values():
-        is_finite = torch.stack([norm for _, norm in found]).isfinite().tolist()
+    for (_, dtype), found in alike.items():  # one pass over all of them, and one wait for the device
+        wide = torch.promote_types(dtype, torch.float32)
+        norms = torch._foreach_norm([gradient for _, gradient in found], 2, dtype=wide)
+        is_finite = torch.stack(norms).isfinite().tolist()
         bad += [index for (index, _), fine in zip(found, is_finite, strict=True) if not fine]
     return min(bad, default=-1)
 

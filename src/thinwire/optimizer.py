@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,10 @@ from thinwire.exchange.transport import Pending, Transport
 from thinwire.gradients import check_own_gradients, fingerprint, first_problem
 from thinwire.local_step import BACKENDS, Encoding, LocalStep
 from thinwire.options import MOMENTUM_DTYPES, check_group, check_parameter, coding_of, lr_of, settings_lines
+from thinwire.sealing import check_received, seal_
 from thinwire.slabs import LocalTensor
-from thinwire.stack_step import GroupStep, stack_records
-from thinwire.wire.payload import Header, check_payload, seal_
+from thinwire.stack_step import GroupStep
+from thinwire.wire.payload import Header
 
 _log = logging.getLogger("thinwire")
 ON_NONFINITE = ("raise", "skip")
@@ -229,7 +231,8 @@ class DeMo(Optimizer):
             with self.traffic.waiting():
                 everyone = [exchange.wait() for exchange in pending]
             for bucket, payloads_RB in zip(self._plan.buckets, everyone, strict=True):
-                self._check_received(bucket, payloads_RB)
+                others = [replica for replica in range(self.num_replicas) if replica != self.replica]
+                check_received(bucket, payloads_RB, partial(self._header, bucket), others)
         except BaseException as error:
             for bucket, encoding in zip(self._plan.buckets, encodings, strict=True):
                 self._local.undo_(bucket, groups, encoding)
@@ -255,13 +258,6 @@ class DeMo(Optimizer):
                 exchange.wait()
         except ThinwireError as error:
             _log.warning("could not tell the other replicas that this one gave up: %s", error)
-
-    def _check_received(self, bucket: Bucket, payloads_RB: Tensor) -> None:
-        for replica, payload_B in enumerate(payloads_RB):
-            if replica != self.replica:
-                check_payload(payload_B, self._header(bucket, replica))
-                for stack in bucket.stacks:
-                    stack.codec.check(stack_records(payload_B, stack), f"the payload of replica {replica}")
 
     def _header(self, bucket: Bucket, replica: int) -> Header:
         return Header(self._plan.digest, self.num_steps + 1, replica, bucket.index, bucket.body_bytes)

@@ -26,6 +26,7 @@ LAYERS = [
     "torch_stack",
     "fused",
     "fused_stack",
+    "sealing",
     "local_step",
     "options",
     "checkpoint",
@@ -42,6 +43,7 @@ LAYERS = [
 # Files that may import what the core does not depend on, and what.
 EXTRAS = {
     "kernels/bits.py": {"triton"},
+    "kernels/checks.py": {"triton"},
     "kernels/decode.py": {"triton"},
     "kernels/encode.py": {"triton"},
     "kernels/selection.py": {"triton"},

@@ -27,6 +27,8 @@ def test_a_step_is_measured_beside_others(tmp_path: Path) -> None:
         ("published DeMo", 32, 1),
         ("thinwire torch", 8, 1),
         ("thinwire torch", 8, 2),
+        ("thinwire torch, step()", 8, 1),
+        ("thinwire torch, step()", 8, 2),
         ("AdamW fused", None, None),
     ]
     for row in rows:
@@ -46,7 +48,7 @@ def test_a_step_is_measured_beside_others(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     rows = [StepRow(**json.loads(line)) for line in (out / "rows.jsonl").read_text().splitlines()]
     assert sorted(row.replicas for row in rows if row.contender == "thinwire torch" and row.replicas) == [1, 2, 3]
-    assert len(rows) == 7
+    assert len(rows) == 10
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 All contenders of a run share parameters and gradients: only the time of a step matters here, not where it leads.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +13,10 @@ from torch import Tensor, nn
 from thinwire.core.layout import empty_momentum
 from thinwire.core.update_rules import UPDATE_RULES, Hyper
 from thinwire.exchange.plan import Coding, ExchangePlan, TensorSpec, make_plan
+from thinwire.exchange.transport import Pending, Ready
 from thinwire.local_step import LocalStep
+from thinwire.optimizer import DeMo
+from thinwire.sealing import seal_
 from thinwire.slabs import LocalTensor
 from thinwire.stack_step import GroupStep
 
@@ -143,6 +147,60 @@ class LocalWorld:
         parts = {"encode": self.encode, "decode": self.decode}
         held_bytes = self._held_bytes - (self._most_replicas - replicas) * self.payload_bytes
         return Contender(f"thinwire {backend}", parts, floor_bytes, 4, prepare, topk, replicas, held_bytes)
+
+
+class EchoTransport:
+    """A wire without length: the other replicas agree with this one and send what they were given beforehand."""
+
+    replica = 0
+
+    def __init__(self, num_replicas: int) -> None:
+        self.num_replicas = num_replicas
+        self.payloads_RB: Tensor | None = None
+
+    def start_all_gather(self, message_B: Tensor, what: str) -> Pending:
+        """Hand out the payloads, or as many copies of any other message."""
+        if self.payloads_RB is None or message_B.numel() != self.payloads_RB.shape[1]:
+            return Ready(message_B.expand(self.num_replicas, -1))
+        self.payloads_RB[0].copy_(message_B)
+        return Ready(self.payloads_RB)
+
+    def broadcast_(self, tensor: Tensor, what: str) -> None:
+        """Nothing to do."""
+
+
+def whole_step(parameters: Sequence[nn.Parameter], backend: str, topk: int, replicas: int) -> Contender:
+    """All of ``DeMo.step()`` but the wire: roll call, gradients checked, payload sealed, everyone's checked."""
+    device = parameters[0].device
+    held = _allocated(device)
+    transport = EchoTransport(replicas)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that replicas who echo have the same gradients
+        optimizer = DeMo(list(parameters), lr=1e-6, topk=topk, backend=backend, transport=transport)
+        (bucket,) = optimizer.plan.buckets
+        momenta = [optimizer.state[parameter]["momentum"] for parameter in parameters]
+        payloads_RB = torch.zeros(replicas, bucket.payload_bytes, dtype=torch.uint8, device=device)
+        groups = [optimizer._group_step(group) for group in optimizer.param_groups]
+        for payload_B in payloads_RB:
+            for momentum in momenta:
+                momentum.normal_()
+            encoding = optimizer._local.empty(bucket)
+            optimizer._local.encode_(bucket, groups, encoding)
+            payload_B.copy_(encoding.payload_B)
+        transport.payloads_RB = payloads_RB
+
+        def prepare() -> None:
+            for momentum in momenta:
+                momentum.normal_()
+            for replica in range(1, replicas):
+                seal_(payloads_RB[replica], optimizer._header(bucket, replica))
+
+        prepare()
+        optimizer.step()
+    held_bytes = max(0, _allocated(device) - held - sum(4 * momentum.numel() for momentum in momenta))
+    floor_bytes = 20 + (replicas + 1) * bucket.payload_bytes / sum(p.numel() for p in parameters)
+    step = {"step": lambda: _call(optimizer)}
+    return Contender(f"thinwire {backend}, step()", step, floor_bytes, 4, prepare, topk, replicas, held_bytes)
 
 
 def _allocated(device: torch.device) -> int:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
-from thinwire.bench.contenders import SHAPES, Contender, LocalWorld, make_parameters, others
+from thinwire.bench.contenders import SHAPES, Contender, LocalWorld, make_parameters, others, whole_step
 from thinwire.bench.timing import copy_bandwidth, peak_extra_bytes, take_turns
 from thinwire.core.errors import first_line
 from thinwire.fused import why_not_on
@@ -94,11 +94,16 @@ def _builders(
             continue
         for topk in case.topks:
             yield lambda backend=backend, topk=topk: _local(parameters, backend, topk, case.replicas)  # type: ignore[misc]
+            yield lambda backend=backend, topk=topk: _whole(parameters, backend, topk, case.replicas)  # type: ignore[misc]
 
 
 def _local(parameters: Sequence[nn.Parameter], backend: str, topk: int, replicas: tuple[int, ...]) -> list[Contender]:
     world = LocalWorld(parameters, backend, topk, max(replicas))
     return [world.contender(backend, topk, count) for count in replicas]
+
+
+def _whole(parameters: Sequence[nn.Parameter], backend: str, topk: int, replicas: tuple[int, ...]) -> list[Contender]:
+    return [whole_step(parameters, backend, topk, count) for count in replicas]
 
 
 def _measure_beside(

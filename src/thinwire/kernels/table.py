@@ -197,7 +197,7 @@ def cut_constants(cut: Cut) -> dict[str, object]:
 def codec_constants(codec: ChunkCodec) -> dict[str, object]:
     """The form of a record."""
     indices = codec.index_codec.name
-    low_bits = {"fixed_width": codec.num_elements.bit_length(), "elias_fano": _low_bits(codec)}
+    low_bits = {"fixed_width": codec.num_elements.bit_length(), "elias_fano": codec_low_bits(codec)}
     return {
         "K": codec.num_kept,
         "RECORD_BYTES": codec.record_bytes,
@@ -210,5 +210,6 @@ def codec_constants(codec: ChunkCodec) -> dict[str, object]:
     }
 
 
-def _low_bits(codec: ChunkCodec) -> int:
+def codec_low_bits(codec: ChunkCodec) -> int:
+    """l of an Elias-Fano code."""
     return elias_fano_low_bits(codec.num_elements, codec.num_kept)

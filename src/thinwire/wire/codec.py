@@ -6,6 +6,7 @@ Its length follows from (E, K, value codec) alone, so record c of a stack lies a
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -97,8 +98,11 @@ class ChunkCodec:
         """Raise `PayloadError` unless every record is valid."""
         valid_C = self.is_valid(records_CB)
         if not bool(valid_C.all()):
-            chunk = int(valid_C.to(torch.uint8).argmin())
-            raise PayloadError(f"{whose} has a malformed record for chunk {chunk} of {len(records_CB)} ({self})")
+            self.refuse(int(valid_C.to(torch.uint8).argmin()), len(records_CB), whose)
+
+    def refuse(self, chunk: int, num_chunks: int, whose: str) -> NoReturn:
+        """Raise `PayloadError` for the record of a chunk."""
+        raise PayloadError(f"{whose} has a malformed record for chunk {chunk} of {num_chunks} ({self})")
 
     def _read(self, records_CB: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         codec = self.value_codec

@@ -20,7 +20,7 @@ DIGEST_BYTES = 16
 # magic, version, flags, plan digest, step, replica, bucket, body bytes, reserved, checksum
 _HEADER = struct.Struct("<4sHH16sQIIQQQ")
 HEADER_BYTES = _HEADER.size
-_CHECKSUM_WORD = HEADER_BYTES // 8 - 1
+CHECKSUM_WORD = HEADER_BYTES // 8 - 1
 WORD_BYTES = 8
 
 
@@ -52,7 +52,7 @@ def seal_(payload_B: Tensor, header: Header) -> Tensor:
     packed = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
     payload_B[:HEADER_BYTES].copy_(packed)
     words = payload_B.view(torch.int64)
-    words[_CHECKSUM_WORD] = checksum(words)
+    words[CHECKSUM_WORD] = checksum(words)
     return payload_B
 
 
@@ -72,7 +72,7 @@ def _weights(num_words: int, device: torch.device) -> Tensor:
     mixed = (state ^ _shift_right(state, 30)) * _signed(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ _shift_right(mixed, 27)) * _signed(0x94D049BB133111EB)
     weights = (mixed ^ _shift_right(mixed, 31)) | 1
-    weights[_CHECKSUM_WORD] = 0
+    weights[CHECKSUM_WORD] = 0
     return weights
 
 
@@ -91,10 +91,20 @@ def check_payload(payload_B: Tensor, expected: Header) -> None:
 
     A sound payload of a replica that gave up is an `ExchangeError`.
     """
-    who = f"the payload of replica {expected.replica} (step {expected.step}, bucket {expected.bucket})"
     if payload_B.numel() != payload_bytes(expected.body_bytes):
+        who = _who(expected)
         raise PayloadError(f"{who} has {payload_B.numel()} bytes, expected {payload_bytes(expected.body_bytes)}")
     raw = payload_B[:HEADER_BYTES].cpu().numpy().tobytes()
+    check_header(raw, int(checksum(payload_B.view(torch.int64))), expected)
+
+
+def _who(expected: Header) -> str:
+    return f"the payload of replica {expected.replica} (step {expected.step}, bucket {expected.bucket})"
+
+
+def check_header(raw: bytes, found_checksum: int, expected: Header) -> None:
+    """`check_payload` on the header's bytes and the checksum of the whole payload."""
+    who = _who(expected)
     magic, version, flags, digest, step, replica, bucket, body, reserved, stated = _HEADER.unpack(raw)
     fields = {
         "magic": (magic, MAGIC),
@@ -106,7 +116,7 @@ def check_payload(payload_B: Tensor, expected: Header) -> None:
         "bucket": (bucket, expected.bucket),
         "body bytes": (body, expected.body_bytes),
         "reserved": (reserved, 0),
-        "checksum": (stated, int(checksum(payload_B.view(torch.int64))) % 2**64),
+        "checksum": (stated, found_checksum % 2**64),
     }
     for name, (found, wanted) in fields.items():
         if found != wanted:
