@@ -90,6 +90,7 @@ class Decoupled:
                 combine=config.combine,
                 betas=(config.beta1, config.beta2),
                 transport=transport,
+                backend=config.kernels,
             )
         self.traffic = self.optimizer.traffic
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
