@@ -95,3 +95,16 @@ def test_the_checksum_is_the_same_and_a_damaged_word_is_named(device: torch.devi
     given_up = sealed(bucket, Header(plan.digest, 3, 0, 0, bucket.body_bytes, gave_up=True), device)
     assert verdict(bucket, given_up[None], plan, fused=True).startswith("ExchangeError: replica 0 gave up")
     assert "has 8 bytes" in verdict(bucket, payload_B[None, :8], plan, fused=True)
+
+
+def test_an_index_that_comes_twice_is_found(device: torch.device) -> None:
+    plan, bucket = bucket_of("sign", 16, 9)
+    header = Header(plan.digest, 3, 0, 0, bucket.body_bytes)
+    payload_B = sealed(bucket, header, device)
+    stack = max(bucket.stacks, key=lambda stack: stack.num_chunks)
+    codec = stack.codec
+    twice = torch.tensor([[3, 3, 5, 9, 20, 21, 40, 80, 99]])
+    records = stack_records(payload_B, stack)
+    records[2:3] = codec.encode(twice, torch.ones(1, 9)).records_CB.to(device)
+    seal_(payload_B, header, fused=True)
+    assert "malformed record for chunk 2 of 6" in verdict(bucket, payload_B[None], plan, fused=True)

@@ -18,7 +18,7 @@ _BLOCK_RECORDS = 128
 _EXPONENT: tl.constexpr = tl.constexpr(0x7F800000)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_words"])
 def _checksum_kernel(words_ptr, num_words, sums_ptr, SKIPPED: tl.constexpr, BLOCK: tl.constexpr):
     """``sum of word_i * weight_i`` modulo 2**64 of each payload; integers, so that any order gives the same sum."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -32,7 +32,7 @@ def _checksum_kernel(words_ptr, num_words, sums_ptr, SKIPPED: tl.constexpr, BLOC
     tl.atomic_add(sums_ptr + tl.program_id(1), tl.sum(words * weights, axis=0), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["payload_words", "num_records", "stack_bytes"])
 def _records_kernel(
     words_ptr, payload_words, num_records, stack_bytes, first_bad_ptr,
     NUM_ELEMENTS: tl.constexpr, K: tl.constexpr, RECORD_BYTES: tl.constexpr, RECORD_BITS: tl.constexpr,
@@ -101,7 +101,7 @@ def add_checksums_(payloads_RB: Tensor, sums_R: Tensor) -> None:
     """Add the checksum of each payload to ``sums_R`` (int64)."""
     words = payloads_RB.view(torch.int64)
     grid = (triton.cdiv(words.shape[1], _BLOCK_WORDS), words.shape[0])
-    _checksum_kernel[grid](words, words.shape[1], sums_R, SKIPPED=CHECKSUM_WORD, BLOCK=_BLOCK_WORDS)
+    _checksum_kernel[grid](words, words.shape[1], sums_R, SKIPPED=CHECKSUM_WORD, BLOCK=_BLOCK_WORDS, enable_fp_fusion=False)
 
 
 def find_bad_records_(
@@ -120,5 +120,6 @@ def find_bad_records_(
         RECORD_BITS=codec.record_bits,
         NUM_MARKS=marks if form["INDICES"] == "elias_fano" else codec.num_elements,
         BLOCK=_BLOCK_RECORDS,
+        enable_fp_fusion=False,
         **form,
     )

@@ -92,7 +92,7 @@ def _apply_rule(p, d, first_ptr, in_tile, FULL: tl.constexpr, RULE: tl.constexpr
     return p - step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_of_all", "last_of_all", "payload_words", "num_replicas", "stack_bytes"])
 def _decode_kernel(
     rows_ptr, row_of_chunk_ptr, first_of_all, last_of_all, words_ptr, payload_words, num_replicas, stack_bytes,
     row_basis_ptr, col_basis_ptr, scratch_ptr, lr, weight_factor, beta1, beta2, eps, correction,

@@ -38,7 +38,7 @@ from thinwire.kernels.values import encode_values
 from thinwire.wire.codec import ChunkCodec
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_chunk", "last_chunk"])
 def _accumulate_kernel(
     rows_ptr, row_of_chunk_ptr, first_chunk, last_chunk, row_basis_ptr, col_basis_ptr, marks_ptr, hints_ptr, decay,
     gradient_scale,
@@ -94,7 +94,7 @@ def _accumulate_kernel(
             store_marks(bits >= hint + (is_tied | (hint == 0)).to(tl.int32), rows, cols, chunk_marks_ptr, BLOCK_C, WORD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_chunk", "last_chunk", "stack_bytes"])
 def _pack_kernel(
     rows_ptr, row_of_chunk_ptr, first_chunk, last_chunk, words_ptr, stack_bytes, marks_ptr, units_ptr, share,
     NUM_ELEMENTS: tl.constexpr, COL_EDGE: tl.constexpr, MOMENTUM_DTYPE: tl.constexpr,
@@ -278,6 +278,7 @@ def _accumulate(
         PRECISION=PRECISION,
         num_warps=cut.num_warps,
         num_stages=1,
+        enable_fp_fusion=True,
         **cut.register_limit(_REGISTERS),
     )
 
@@ -315,4 +316,5 @@ def _pack(
         WORD=search.word,
         STRIDE=search.stride,
         num_warps=max(1, min(8, search.block_listed // 256)),
+        enable_fp_fusion=False,  # the momentum loses what the peers see, which is a rounded product
     )
