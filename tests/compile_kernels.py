@@ -30,6 +30,7 @@ Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 
 def launches(chunk: int, topk: int, values: str, update: str, num_replicas: int) -> list[Launch]:
     """The launches of one step, one of each kernel."""
+    from thinwire.core.scratch import Scratch
     from thinwire.core.update_rules import UPDATE_RULES, Hyper
     from thinwire.exchange.plan import Coding, TensorSpec, make_plan
     from thinwire.fused_stack import FusedStack
@@ -47,7 +48,7 @@ def launches(chunk: int, topk: int, values: str, update: str, num_replicas: int)
     rule = UPDATE_RULES[update]
     state = {name: torch.zeros(shape) for name in rule.state_names}
     tensors = [LocalTensor(parameter, torch.zeros(4, chunk * chunk), state)]
-    step = FusedStack(stack, tensors, TorchStack(stack, tensors, limits_for(tensors)))
+    step = FusedStack(stack, tensors, TorchStack(stack, tensors, limits_for(tensors)), Scratch())
     group = GroupStep(0.9, 1.0, rule, Hyper(1e-3, 1, (0.9, 0.99), 1e-8), 0.1, chunk)
     payloads_RB = torch.zeros(num_replicas, bucket.payload_bytes, dtype=torch.uint8)
     found: dict[str, Launch] = {}

@@ -11,7 +11,10 @@ from thinwire.slabs import LocalTensor
 
 _PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_EDGE = 128
+_MOST_COLUMNS = 1 << 23
 _OLDEST_CAPABILITY = (8, 0)
+# A gradient, a product and a basis, as float32 tiles.
+_SHARED_BYTES_PER_ELEMENT = 12
 
 
 def is_interpreted() -> bool:
@@ -31,10 +34,22 @@ def why_not(stack: Stack, tensors: Sequence[LocalTensor]) -> str | None:
     layout = stack.entries[0].layout
     if max(layout.row_edge, layout.col_edge) > _LARGEST_EDGE:
         return f"its chunks are {layout.row_edge} x {layout.col_edge}, and the kernels have edges up to {_LARGEST_EDGE}"
+    if members[0].parameter.device.type == "cuda":
+        needed = _SHARED_BYTES_PER_ELEMENT * _block(layout.row_edge) * _block(layout.col_edge)
+        properties = torch.cuda.get_device_properties(members[0].parameter.device)
+        there = int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
+        if needed > there:
+            return f"its chunks need {needed} bytes of shared memory, and this GPU has {there}"
+    if any(entry.layout.num_cols > _MOST_COLUMNS for entry in stack.entries):
+        return f"it has rows of more than {_MOST_COLUMNS} elements"
     for member in members:
         if member.parameter.dtype not in _PARAMETER_DTYPES or member.compute_dtype == torch.float64:
             return f"{member.parameter.dtype} parameters with {member.momentum_CE.dtype} momentum need float64 arithmetic"
     return None
+
+
+def _block(edge: int) -> int:
+    return max(16, 1 << (edge - 1).bit_length())
 
 
 def why_not_on(device: torch.device) -> str | None:

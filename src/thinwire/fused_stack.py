@@ -4,25 +4,19 @@ The kernels find the tensors through tables of addresses. Addresses may change f
 tensor after `zero_grad`), so they are compared at each step, and a table that no longer fits is written anew.
 """
 
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from thinwire.core.scratch import Scratch
 from thinwire.exchange.plan import Entry, Stack
-from thinwire.fused import is_interpreted
 from thinwire.kernels.decode import Settings, decode_
 from thinwire.kernels.encode import accumulate_, encode_
 from thinwire.kernels.table import ChunkTable, Cut, Row, upload_rows
 from thinwire.slabs import LocalTensor
 from thinwire.stack_step import GroupStep
 from thinwire.torch_stack import TorchStack, change_whole_
-
-# Triton's interpreter cannot run kernels in two threads at once.
-_turn = threading.Lock() if is_interpreted() else nullcontext()
 
 Form = tuple[torch.dtype | None, torch.dtype, torch.dtype, bool, bool]
 """What the tensors of one launch have in common: dtypes of gradient (None: there is none), momentum and parameter, and
@@ -32,32 +26,37 @@ whether they are padded, and aligned."""
 class FusedStack:
     """One stack of one replica. ``plain`` does the same slowly, and is asked for what is rarely needed."""
 
-    def __init__(self, stack: Stack, tensors: Sequence[LocalTensor], plain: TorchStack) -> None:
+    def __init__(self, stack: Stack, tensors: Sequence[LocalTensor], plain: TorchStack, scratch: Scratch) -> None:
         self._stack, self._tensors, self._plain = stack, tensors, plain
         device = tensors[stack.entries[0].tensor].parameter.device
-        self._units_C = torch.zeros(stack.num_chunks, device=device)
-        self._hints_C = torch.zeros(stack.num_chunks, dtype=torch.int32, device=device)
-        self._scratch = Scratch()
+        has_unit, is_selected = stack.codec.value_codec.unit is not None, stack.codec.index_codec.name != "all"
+        self._units_C = torch.zeros(stack.num_chunks if has_unit else 0, device=device)
+        self._hints_C = torch.zeros(stack.num_chunks if is_selected else 0, dtype=torch.int32, device=device)
+        self._scratch = scratch
+        self._is_encoded = False
         self._encode_tables, self._apply_tables = _Tables(stack, device), _Tables(stack, device)
 
     def encode_(self, group: GroupStep, payload_B: Tensor) -> None:
         """See `StackStep`."""
+        self._is_encoded = False  # until all is launched: what fails, fails before the first kernel runs
         gradients = self._gradients()
         settings = (group.decay, group.gradient_scale, self._stack.share)
         codec, offset = self._stack.codec, self._stack.offset_bytes
         for _, table in self._for_encoding(gradients):
-            with _turn:
-                encode_(table, codec, payload_B, offset, self._units_C, self._hints_C, self._scratch, settings)
+            encode_(table, codec, payload_B, offset, self._units_C, self._hints_C, self._scratch, settings)
+        self._is_encoded = True
 
     def undo_(self, group: GroupStep, payload_B: Tensor) -> None:
         """See `StackStep`."""
+        if not self._is_encoded:
+            return
+        self._is_encoded = False
         units = self.units
         for slab in self._plain.slabs:
             self._plain.give_back_(slab, payload_B, units[slab.records] if isinstance(units, Tensor) else units)
         decay = 1 / group.decay if group.decay else 0.0
         for _, table in self._for_encoding(self._gradients()):
-            with _turn:
-                accumulate_(table, (decay, -group.gradient_scale * decay))
+            accumulate_(table, (decay, -group.gradient_scale * decay))
 
     @property
     def units(self) -> Tensor | float:
@@ -68,15 +67,16 @@ class FusedStack:
         """See `StackStep`."""
         targets = {entry.tensor: self._tensors[entry.tensor].parameter.contiguous() for entry in self._stack.entries}
         hyper, beta = group.hyper, group.hyper.betas[1]
-        settings = Settings(hyper.lr, 1 - hyper.lr * group.weight_decay, *hyper.betas, hyper.eps, 1 - beta**hyper.step)
+        rests = (1 - hyper.betas[0], 1 - beta)
+        factor = 1 - hyper.lr * group.weight_decay
+        settings = Settings(hyper.lr, factor, *hyper.betas, *rests, hyper.eps, 1 - beta**hyper.step)
         direction = self._whole_direction() if group.rule.whole_matrices else None
         over_senders = combine_rule == "mean_over_senders"
         for entries, table in self._apply_tables.update(lambda entry: self._apply_row(entry, targets, direction)):
 
             def decode(first: int, last: int, rule: str, table: ChunkTable = table) -> None:
                 codec, offset = self._stack.codec, self._stack.offset_bytes
-                with _turn:
-                    decode_(table, codec, payloads_RB, offset, over_senders, rule, settings, self._scratch, (first, last))
+                decode_(table, codec, payloads_RB, offset, over_senders, rule, settings, self._scratch, (first, last))
 
             if direction is None:
                 decode(0, table.num_chunks, group.rule.name)
@@ -129,16 +129,16 @@ class _Tables:
         self._stack, self._device = stack, device
         self._known: list[tuple[Form, Row]] = []
         self._tables: list[tuple[list[Entry], ChunkTable]] = []
-        self._rows_of_chunks: dict[tuple[int, ...], Tensor] = {}
 
     def update(self, describe: Callable[[Entry], tuple[Form, Row]]) -> list[tuple[list[Entry], ChunkTable]]:
         """The entries of each launch and their table, as of now."""
         found = [describe(entry) for entry in self._stack.entries]
         if found != self._known:
-            self._known, self._tables = found, []
+            tables = []
             for form in dict.fromkeys(form for form, _ in found):
                 members = [(entry, row) for entry, (its, row) in zip(self._stack.entries, found, strict=True) if its == form]
-                self._tables.append(([entry for entry, _ in members], self._table(form, members)))
+                tables.append(([entry for entry, _ in members], self._table(form, members)))
+            self._known, self._tables = found, tables
         return self._tables
 
     def _table(self, form: Form, members: list[tuple[Entry, Row]]) -> ChunkTable:
@@ -155,9 +155,10 @@ class _Tables:
         return ChunkTable(upload_rows(rows, self._device), row_of_chunk_C, cut, gradient, momentum, parameter)
 
     def _row_of_chunk(self, entries: list[Entry]) -> Tensor:
-        key = tuple(entry.tensor for entry in entries)
-        if key not in self._rows_of_chunks:
-            counts = torch.tensor([entry.layout.num_chunks for entry in entries])
-            rows = torch.repeat_interleave(torch.arange(len(entries), dtype=torch.int32), counts)
-            self._rows_of_chunks[key] = rows.to(self._device)
-        return self._rows_of_chunks[key]
+        """To which row each chunk belongs, from the tables of the last step where the same tensors made a launch."""
+        for known, table in self._tables:
+            if known == entries:
+                return table.row_of_chunk_C
+        counts = torch.tensor([entry.layout.num_chunks for entry in entries])
+        rows = torch.repeat_interleave(torch.arange(len(entries), dtype=torch.int32), counts)
+        return rows.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else rows

@@ -38,7 +38,7 @@ def _first_nonfinite(gradients: Sequence[tuple[int, Tensor]]) -> int:
     for index, gradient in gradients:
         alike.setdefault((gradient.device, gradient.dtype), []).append((index, gradient))
     bad = []
-    for (_, dtype), found in alike.items():  # one pass over all of them, and one wait for the device
+    for (_, dtype), found in alike.items():  # one pass over those that are alike, and one wait
         wide = torch.promote_types(dtype, torch.float32)
         norms = torch._foreach_norm([gradient for _, gradient in found], 2, dtype=wide)
         is_finite = torch.stack(norms).isfinite().tolist()

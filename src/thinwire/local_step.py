@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from thinwire.core.scratch import Scratch
 from thinwire.exchange.plan import Bucket, ExchangePlan, Stack
 from thinwire.fused import why_not
 from thinwire.slabs import LocalTensor, limits_for
@@ -36,21 +37,26 @@ class LocalStep:
         self.backends: set[str] = set()
         """Those in use."""
         self._reasons: set[str] = set()
-        stacks = [stack for bucket in plan.buckets for stack in bucket.stacks]
-        self.steps: dict[Stack, StackStep] = {stack: self._step_for(stack, plan, backend) for stack in stacks}
+        self._scratch = Scratch()
+        self.steps: dict[Stack, StackStep] = {}
+        for bucket in plan.buckets:
+            for stack in bucket.stacks:
+                self.steps[stack] = self._step_for(stack, bucket, plan, backend)
 
-    def _step_for(self, stack: Stack, plan: ExchangePlan, backend: str) -> StackStep:
+    def _step_for(self, stack: Stack, bucket: Bucket, plan: ExchangePlan, backend: str) -> StackStep:
         plain = TorchStack(stack, self.tensors, limits_for(self.tensors))
-        on_cpu = self.tensors[stack.entries[0].tensor].parameter.device.type == "cpu"
-        if backend == "torch" or (backend == "auto" and on_cpu):
+        device = self.tensors[stack.entries[0].tensor].parameter.device
+        if backend == "torch" or (backend == "auto" and device.type == "cpu"):
             self.backends.add("torch")
             return plain
         reason = why_not(stack, self.tensors)
+        if reason is None and device != self._payload_device(bucket):
+            reason = f"it is on {device} and shares a payload with tensors on {self._payload_device(bucket)}"
         if reason is None:
             from thinwire.fused_stack import FusedStack  # here, since it imports triton, which not every machine has
 
             self.backends.add("triton")
-            return FusedStack(stack, self.tensors, plain)
+            return FusedStack(stack, self.tensors, plain, self._scratch)
         name = plan.tensors[stack.entries[0].tensor].name
         if backend == "triton":
             raise ValueError(f"backend='triton' cannot train {name}: {reason}; backend='auto' uses torch where it must")
@@ -62,8 +68,10 @@ class LocalStep:
 
     def empty(self, bucket: Bucket) -> Encoding:
         """A payload with nothing in it yet."""
-        device = next((self.tensors[index].parameter.device for index in bucket.tensors), torch.device("cpu"))
-        return Encoding(torch.zeros(bucket.payload_bytes, dtype=torch.uint8, device=device))
+        return Encoding(torch.zeros(bucket.payload_bytes, dtype=torch.uint8, device=self._payload_device(bucket)))
+
+    def _payload_device(self, bucket: Bucket) -> torch.device:
+        return next((self.tensors[index].parameter.device for index in bucket.tensors), torch.device("cpu"))
 
     def encode_(self, bucket: Bucket, groups: Sequence[GroupStep], encoding: Encoding) -> None:
         """Encode every stack of a bucket, see `StackStep.encode_`. The header is left to the caller."""

@@ -232,7 +232,7 @@ class DeMo(Optimizer):
                 everyone = [exchange.wait() for exchange in pending]
             for bucket, payloads_RB in zip(self._plan.buckets, everyone, strict=True):
                 others = [replica for replica in range(self.num_replicas) if replica != self.replica]
-                check_received(bucket, payloads_RB, partial(self._header, bucket), others)
+                check_received(bucket, payloads_RB, partial(self._header, bucket), others, self._is_fused)
         except BaseException as error:
             for bucket, encoding in zip(self._plan.buckets, encodings, strict=True):
                 self._local.undo_(bucket, groups, encoding)
@@ -241,8 +241,13 @@ class DeMo(Optimizer):
             raise
         return everyone
 
+    @property
+    def _is_fused(self) -> bool:
+        """Whether payloads are made, and so sealed and checked, by the fused kernels alone."""
+        return self._local.backends == {"triton"}
+
     def _send(self, bucket: Bucket, encoding: Encoding, header: Header) -> Pending:
-        seal_(encoding.payload_B, header)
+        seal_(encoding.payload_B, header, self._is_fused)
         self.traffic.add(bucket.payload_bytes, self.num_replicas)
         return self._transport.start_all_gather(encoding.payload_B, f"exchange of step {header.step}, bucket {bucket.index}")
 
@@ -421,11 +426,11 @@ class DeMo(Optimizer):
                 f"{spec.name} already has momentum in chunks of another size; its shape, chunk, layout and dense_below "
                 "cannot change during training"
             )
-        state["momentum"] = momentum.to(dtype=dtype, device=parameter.device)
+        state["momentum"] = momentum.to(dtype=dtype, device=parameter.device).contiguous()
         local = LocalTensor(parameter, state["momentum"])
         for name in UPDATE_RULES[group["update"]].state_names:
             tensor = state.get(name, torch.zeros(parameter.shape, device="cpu"))
-            state[name] = tensor.to(dtype=local.compute_dtype, device=parameter.device)
+            state[name] = tensor.to(dtype=local.compute_dtype, device=parameter.device).contiguous()
             local.rule_state[name] = state[name]
         return local
 

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from thinwire.exchange.plan import Bucket
-from thinwire.fused import why_not_on
 from thinwire.stack_step import stack_records
 from thinwire.wire import payload
 from thinwire.wire.payload import HEADER_BYTES, Header
 
 
-def seal_(payload_B: Tensor, header: Header, fused: bool | None = None) -> None:
+def seal_(payload_B: Tensor, header: Header, fused: bool) -> None:
     """Write header and checksum into a payload whose body is there. Does not wait for the device."""
-    if not _is_fused(payload_B, fused):
+    if not fused:
         payload.seal_(payload_B, header)
         return
     from thinwire.kernels.checks import add_checksums_
@@ -40,7 +39,7 @@ def check_received(
     """Raise `PayloadError`, or `ExchangeError` if a replica gave up, unless the payloads of these replicas are sound."""
     if not replicas:
         return
-    if payloads_RB.shape[1] != bucket.payload_bytes or not _is_fused(payloads_RB, fused):
+    if payloads_RB.shape[1] != bucket.payload_bytes or not fused:
         for replica in replicas:
             payload.check_payload(payloads_RB[replica], header_of(replica))
             for stack in bucket.stacks:
@@ -69,8 +68,3 @@ def _look(bucket: Bucket, payloads_RB: Tensor) -> tuple[list[bytes], list[int], 
     found = torch.cat((words, sums_R[:, None], bad_SR.T.long()), dim=1).cpu()
     headers = [row[: HEADER_BYTES // 8].numpy().tobytes() for row in found]
     return headers, found[:, HEADER_BYTES // 8].tolist(), found[:, HEADER_BYTES // 8 + 1 :].tolist()
-
-
-def _is_fused(payloads: Tensor, fused: bool | None) -> bool:
-    """As asked; else on a GPU where the kernels run."""
-    return fused if fused is not None else payloads.device.type == "cuda" and why_not_on(payloads.device) is None

@@ -69,8 +69,10 @@ def parameters_for(shapes: Shapes, device: torch.device, dtype: torch.dtype = to
 SHAPES: Shapes = [(40, 50), (30,), (2, 33, 17), (7,), (48, 32)]
 
 
-@pytest.mark.parametrize("values", sorted(VALUE_CODECS))
-@pytest.mark.parametrize("topk", [1, 9, 100, 256])
+CODINGS = [(values, 9) for values in sorted(VALUE_CODECS)] + [(v, k) for v in ("sign", "int8") for k in (1, 100, 256)]
+
+
+@pytest.mark.parametrize(("values", "topk"), CODINGS)
 def test_equal_coefficients_give_equal_bytes(values: str, topk: int, device: torch.device) -> None:
     shapes: Shapes = [(40, 50), (30,)] if topk != 9 else SHAPES
     plan = plan_for(shapes, values=values, topk=topk, dense_below=8)
@@ -189,12 +191,20 @@ def test_any_number_of_replicas(chunk: int, topk: int, num_replicas: int, device
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rule", ["sgd", "adamw", "muon"])
-def test_parameters_of_half_width(rule: str, dtype: torch.dtype, device: torch.device) -> None:
-    plan = plan_for([(24, 32)], dtype)
-    parameters = parameters_for([(24, 32)], device, dtype)
-    payload_B = encoded(plan, "torch", parameters, momenta_for(plan, device), group_step())[0]
-    compare_applied(plan, parameters, payload_B[None], rule, "mean_over_senders", rounding=2**-7)
+@pytest.mark.parametrize(("rule", "values", "chunk"), [("sgd", "int8", 64), ("adamw", "sign", 16), ("muon", "sign", 16)])
+def test_parameters_of_half_width(rule: str, values: str, chunk: int, dtype: torch.dtype, device: torch.device) -> None:
+    shapes: Shapes = [(chunk, 2 * chunk)]
+    plan = plan_for(shapes, dtype, chunk=chunk, values=values)
+    parameters = parameters_for(shapes, device, dtype)
+    everyone = [encoded(plan, "torch", parameters, momenta_for(plan, device), group_step())[0] for _ in range(3)]
+    compare_applied(plan, parameters, torch.stack(everyone), rule, "mean_over_senders", rounding=2**-7)
+
+
+def test_nan_stays_nan_in_half_width(device: torch.device) -> None:
+    parameter = nn.Parameter(torch.full((16, 32), float("nan"), dtype=torch.bfloat16, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    DeMo([parameter], lr=0.1, chunk=16, dense_below=0, backend="triton").step()
+    assert parameter.isnan().all()
 
 
 def compare_applied(

@@ -193,7 +193,7 @@ def whole_step(parameters: Sequence[nn.Parameter], backend: str, topk: int, repl
             for momentum in momenta:
                 momentum.normal_()
             for replica in range(1, replicas):
-                seal_(payloads_RB[replica], optimizer._header(bucket, replica))
+                seal_(payloads_RB[replica], optimizer._header(bucket, replica), fused=optimizer._is_fused)
 
         prepare()
         optimizer.step()

@@ -40,11 +40,10 @@ def markdown(rows: Sequence[StepRow]) -> str:
 
 
 def write(rows: Sequence[StepRow], folder: Path, command: str) -> None:
-    """rows.jsonl, environment.json, summary.md and step.png; rows that are there already stay, unless measured anew."""
+    """rows.jsonl, environment.json, summary.md and step.png."""
     from thinwire.bench.figure import draw
 
     folder.mkdir(parents=True, exist_ok=True)
-    rows = list({_key(row): row for row in [*_read(folder / "rows.jsonl"), *rows]}.values())
     (folder / "rows.jsonl").write_text("".join(json.dumps(row.as_dict()) + "\n" for row in rows))
     (folder / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
     text = (
@@ -52,16 +51,8 @@ def write(rows: Sequence[StepRow], folder: Path, command: str) -> None:
         f"`{command}`\n\n"
         "Median milliseconds of steps taken in turns with fused AdamW, so ratios are of one run; the floor is the bytes a\n"
         "step must move over the bandwidth of a large copy. A Thinwire step is the local one: encode, and decode with the\n"
-        "update, of R payloads; sealing, checking and the wire are not in it. Memory is the most that is held besides\n"
-        "parameters, gradients and state, in percent of the parameters' bytes, the R payloads included.\n\n"
+        "update, of R payloads; a row called `step()` is all of the optimizer's step but the wire. Memory is what is held\n"
+        "besides parameters, gradients and state, in percent of the parameters' bytes, the R payloads included.\n\n"
     )
     (folder / "summary.md").write_text(text + markdown(rows))
     draw(rows, folder / "step.png")
-
-
-def _read(path: Path) -> list[StepRow]:
-    return [StepRow(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def _key(row: StepRow) -> tuple[object, ...]:
-    return row.shapes, row.contender, row.topk, row.replicas

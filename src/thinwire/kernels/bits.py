@@ -47,6 +47,7 @@ def to_dtype(values, DTYPE: tl.constexpr):
     if DTYPE.is_bf16():
         bits = values.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)  # NaN
         return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
     return values.to(DTYPE)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from thinwire.kernels.bits import get_bits
 from thinwire.kernels.selection import popcount
-from thinwire.kernels.table import codec_constants, codec_low_bits
+from thinwire.kernels.table import codec_constants, codec_low_bits, launching
 from thinwire.kernels.values import decode_values
 from thinwire.wire.codec import ChunkCodec
 from thinwire.wire.payload import CHECKSUM_WORD
@@ -30,6 +30,30 @@ def _checksum_kernel(words_ptr, num_words, sums_ptr, SKIPPED: tl.constexpr, BLOC
     weights = (mixed ^ (mixed >> 31)) | 1
     weights = tl.where(index == SKIPPED, 0, weights.to(tl.int64, bitcast=True))
     tl.atomic_add(sums_ptr + tl.program_id(1), tl.sum(words * weights, axis=0), sem="relaxed")
+
+
+@triton.jit
+def _follow_marks(
+    marks, first, record_ptr, begin, valid, slot, before, num_live, NUM_ELEMENTS: tl.constexpr, K: tl.constexpr,
+    INDICES: tl.constexpr, LOW_BITS: tl.constexpr,
+):  # fmt: skip
+    """Go from set bit to set bit of each lane's marks: indices must ascend, none beyond E, and only E may come again."""
+    for _ in range(0, tl.max(popcount(marks))):
+        is_set = marks != 0
+        lowest = (marks & -marks).to(tl.uint32, bitcast=True).to(tl.float32)
+        index = first + (lowest.to(tl.int32, bitcast=True) >> 23) - 127
+        if INDICES == "elias_fano":
+            low = index * 0
+            if LOW_BITS > 0:
+                low = get_bits(record_ptr, begin + slot * LOW_BITS, is_set & (slot < K), LOW_BITS)
+            index = ((index - slot) << LOW_BITS) | low
+        is_next = (index > before) | ((index == NUM_ELEMENTS) & (before == index))
+        valid = valid & (~is_set | (is_next & (index <= NUM_ELEMENTS)))
+        num_live += (is_set & (index < NUM_ELEMENTS)).to(tl.int32)
+        before = tl.where(is_set, index, before)
+        slot += is_set.to(tl.int32)
+        marks = marks & (marks - 1)
+    return valid, slot, before, num_live
 
 
 @triton.jit(do_not_specialize=["payload_words", "num_records", "stack_bytes"])
@@ -60,25 +84,18 @@ def _records_kernel(
             before = index
             slot += 1
     else:
-        for first in range(0, NUM_MARKS, 32):
-            marks = get_bits(record_ptr, begin + K * LOW_BITS + first, there, 32)
-            if first + 32 > NUM_MARKS:
-                marks = marks & ((1 << (NUM_MARKS - first)) - 1)
-            for _ in range(0, tl.max(popcount(marks))):
-                is_set = marks != 0
-                lowest = (marks & -marks).to(tl.uint32, bitcast=True).to(tl.float32)
-                index = first + (lowest.to(tl.int32, bitcast=True) >> 23) - 127
-                if INDICES == "elias_fano":
-                    low = index * 0
-                    if LOW_BITS > 0:
-                        low = get_bits(record_ptr, begin + slot * LOW_BITS, is_set & (slot < K), LOW_BITS)
-                    index = ((index - slot) << LOW_BITS) | low
-                is_next = (index > before) | ((index == NUM_ELEMENTS) & (before == index))
-                valid = valid & (~is_set | (is_next & (index <= NUM_ELEMENTS)))
-                num_live += (is_set & (index < NUM_ELEMENTS)).to(tl.int32)
-                before = tl.where(is_set, index, before)
-                slot += is_set.to(tl.int32)
-                marks = marks & (marks - 1)
+        marks_at = begin + K * LOW_BITS
+        for first in range(0, NUM_MARKS // 32 * 32, 32):
+            marks = get_bits(record_ptr, marks_at + first, there, 32)
+            valid, slot, before, num_live = _follow_marks(
+                marks, first, record_ptr, begin, valid, slot, before, num_live, NUM_ELEMENTS, K, INDICES, LOW_BITS
+            )
+        if NUM_MARKS % 32 > 0:
+            first = NUM_MARKS // 32 * 32
+            marks = get_bits(record_ptr, marks_at + first, there, NUM_MARKS % 32)
+            valid, slot, before, num_live = _follow_marks(
+                marks, first, record_ptr, begin, valid, slot, before, num_live, NUM_ELEMENTS, K, INDICES, LOW_BITS
+            )
         valid = valid & ((slot == K) if INDICES == "elias_fano" else (slot <= K))
 
     scale = 1.0
@@ -101,7 +118,10 @@ def add_checksums_(payloads_RB: Tensor, sums_R: Tensor) -> None:
     """Add the checksum of each payload to ``sums_R`` (int64)."""
     words = payloads_RB.view(torch.int64)
     grid = (triton.cdiv(words.shape[1], _BLOCK_WORDS), words.shape[0])
-    _checksum_kernel[grid](words, words.shape[1], sums_R, SKIPPED=CHECKSUM_WORD, BLOCK=_BLOCK_WORDS, enable_fp_fusion=False)
+    with launching(payloads_RB.device):
+        _checksum_kernel[grid](
+            words, words.shape[1], sums_R, SKIPPED=CHECKSUM_WORD, BLOCK=_BLOCK_WORDS, enable_fp_fusion=False
+        )
 
 
 def find_bad_records_(
@@ -110,16 +130,17 @@ def find_bad_records_(
     """Lower ``first_bad_R`` (int32) to the first record of each payload that is not valid."""
     form = codec_constants(codec)
     marks = codec.num_kept + (codec.num_elements >> codec_low_bits(codec))
-    _records_kernel[(triton.cdiv(num_records, _BLOCK_RECORDS), len(payloads_RB))](
-        payloads_RB.view(torch.int32),
-        payloads_RB.shape[1] // 4,
-        num_records,
-        offset_bytes,
-        first_bad_R,
-        NUM_ELEMENTS=codec.num_elements,
-        RECORD_BITS=codec.record_bits,
-        NUM_MARKS=marks if form["INDICES"] == "elias_fano" else codec.num_elements,
-        BLOCK=_BLOCK_RECORDS,
-        enable_fp_fusion=False,
-        **form,
-    )
+    with launching(payloads_RB.device):
+        _records_kernel[(triton.cdiv(num_records, _BLOCK_RECORDS), len(payloads_RB))](
+            payloads_RB.view(torch.int32),
+            payloads_RB.shape[1] // 4,
+            num_records,
+            offset_bytes,
+            first_bad_R,
+            NUM_ELEMENTS=codec.num_elements,
+            RECORD_BITS=codec.record_bits,
+            NUM_MARKS=marks if form["INDICES"] == "elias_fano" else codec.num_elements,
+            BLOCK=_BLOCK_RECORDS,
+            enable_fp_fusion=False,
+            **form,
+        )

@@ -25,6 +25,7 @@ from thinwire.kernels.table import (
     address,
     codec_constants,
     cut_constants,
+    launching,
     load_tile,
     load_whole,
     num_programs,
@@ -74,35 +75,39 @@ def read_records(
 
 
 @triton.jit
-def _apply_rule(p, d, first_ptr, in_tile, FULL: tl.constexpr, RULE: tl.constexpr, lr, beta1, beta2, eps, correction):
+def _apply_rule(
+    p, d, first_ptr, in_tile, FULL: tl.constexpr, RULE: tl.constexpr, lr, beta1, beta2, rest1, rest2, eps, correction
+):  # fmt: skip
     """The update rules of `core.update_rules`; no product is fused with a sum (``enable_fp_fusion`` is off)."""
+    tl.static_assert((RULE == "sign") or (RULE == "sgd") or (RULE == "adamw") or (RULE == "lion"))
     step = tl.where(d > 0, lr, tl.where(d < 0, -lr, 0.0))
     if RULE == "sgd":
         step = d * lr
     if RULE == "adamw":
         moment = load_tile(first_ptr, in_tile, FULL)
-        moment = moment * beta2 + d * d * (1 - beta2)
+        moment = moment * beta2 + d * d * rest2
         store_tile(first_ptr, moment, in_tile, FULL)
         step = tl.div_rn(d, tl.sqrt_rn(tl.div_rn(moment, correction + d * 0)) + eps) * lr
     if RULE == "lion":
         average = load_tile(first_ptr, in_tile, FULL)
-        blend = average * beta1 + d * (1 - beta1)
+        blend = average * beta1 + d * rest1
         step = tl.where(blend > 0, lr, tl.where(blend < 0, -lr, 0.0))
-        store_tile(first_ptr, average * beta2 + d * (1 - beta2), in_tile, FULL)
+        store_tile(first_ptr, average * beta2 + d * rest2, in_tile, FULL)
     return p - step
 
 
 @triton.jit(do_not_specialize=["first_of_all", "last_of_all", "payload_words", "num_replicas", "stack_bytes"])
 def _decode_kernel(
     rows_ptr, row_of_chunk_ptr, first_of_all, last_of_all, words_ptr, payload_words, num_replicas, stack_bytes,
-    row_basis_ptr, col_basis_ptr, scratch_ptr, lr, weight_factor, beta1, beta2, eps, correction,
+    row_basis_ptr, col_basis_ptr, scratch_ptr, lr, weight_factor, beta1, beta2, rest1, rest2,
+    eps, correction,
     ROW_EDGE: tl.constexpr, COL_EDGE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, DENSE: tl.constexpr, PADDED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr,
     PARAMETER_DTYPE: tl.constexpr, K: tl.constexpr, RECORD_BYTES: tl.constexpr, INDICES: tl.constexpr,
     INDEX_BITS: tl.constexpr, LOW_BITS: tl.constexpr, VALUES: tl.constexpr, VALUE_BITS: tl.constexpr,
     HAS_SCALE: tl.constexpr, BATCH: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_LANES: tl.constexpr,
-    COUNTER_BITS: tl.constexpr, TILE_WORDS: tl.constexpr, OVER_SENDERS: tl.constexpr, RULE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    COUNTER_BITS: tl.constexpr, TILE_WORDS: tl.constexpr, CLEARED: tl.constexpr, OVER_SENDERS: tl.constexpr,
+    RULE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     NUM_ELEMENTS: tl.constexpr = ROW_EDGE * COL_EDGE
     WHOLE: tl.constexpr = BLOCK_R * BLOCK_C == NUM_ELEMENTS
@@ -115,15 +120,15 @@ def _decode_kernel(
     replica_of_row = (tl.arange(0, BATCH * AT_ONCE) % AT_ONCE)[:, None]
     program_ptr = scratch_ptr + tl.program_id(0) * (BATCH * TILE_WORDS)
     tile_ptrs = (program_ptr + place_of_row * TILE_WORDS)[:, None]
-    zeros_at = tl.arange(0, BLOCK_R * BLOCK_C)
+    zeros_at = tl.arange(0, CLEARED)
     if not DENSE:
         side_R = tl.arange(0, BLOCK_R)
         side_C = tl.arange(0, BLOCK_C)
         row_basis = tl.load(row_basis_ptr + side_R[None, :] * BLOCK_R + side_R[:, None])
         col_basis = tl.load(col_basis_ptr + side_C[:, None] * BLOCK_C + side_C[None, :])
-    for begin in range(0, BATCH * TILE_WORDS, BLOCK_R * BLOCK_C):
+    for begin in range(0, BATCH * TILE_WORDS, CLEARED):
         at = begin + zeros_at
-        tl.store(program_ptr + at, zeros_at * 0, mask=at < BATCH * TILE_WORDS)
+        tl.store(program_ptr + at, tl.zeros((CLEARED,), tl.int32), mask=at < BATCH * TILE_WORDS)
     tl.debug_barrier()
     for first_chunk in range(first_of_all + tl.program_id(0) * BATCH, last_of_all, tl.num_programs(0) * BATCH):
         chunks = first_chunk + place_of_row
@@ -169,7 +174,6 @@ def _decode_kernel(
                 else:
                     counter_ptr = tile_ptr.to(tl.pointer_type(tl.uint32))
                 both = load_whole(counter_ptr + index, in_chunk, WHOLE).to(tl.int32)
-                store_tile(counter_ptr + index, (both * 0).to(counter_ptr.dtype.element_ty), in_chunk, WHOLE)
                 num_for = both & ((1 << COUNTER_BITS) - 1)
                 num_against = (both >> COUNTER_BITS) & ((1 << COUNTER_BITS) - 1)
                 direction = (num_for - num_against).to(tl.float32)
@@ -177,15 +181,17 @@ def _decode_kernel(
             else:
                 sum_ptr = tile_ptr.to(tl.pointer_type(tl.float32))
                 direction = load_whole(sum_ptr + index, in_chunk, WHOLE)
-                store_tile(sum_ptr + index, direction * 0, in_chunk, WHOLE)
                 if OVER_SENDERS:
-                    sender_ptr = tile_ptr + (TILE_WORDS // 2)
-                    num_senders = load_whole(sender_ptr + index, in_chunk, WHOLE)
-                    store_tile(sender_ptr + index, num_senders * 0, in_chunk, WHOLE)
+                    num_senders = load_whole(tile_ptr + (TILE_WORDS // 2) + index, in_chunk, WHOLE)
+            tl.debug_barrier()  # all have read their part of the tile before anyone clears it for the next batch
+            for begin in range(0, TILE_WORDS, CLEARED):
+                at = begin + zeros_at
+                tl.store(tile_ptr + at, tl.zeros((CLEARED,), tl.int32), mask=at < TILE_WORDS)
+            divisor = direction * 0 + num_replicas
             if OVER_SENDERS:
-                direction = direction / tl.maximum(num_senders, 1).to(tl.float32)
-            else:
-                direction = direction / (num_replicas * 1.0)
+                divisor = tl.maximum(num_senders, 1).to(tl.float32)
+            # The products that follow are less exact than a quick division is.
+            direction = tl.div_rn(direction, divisor) if DENSE else direction / divisor
             if not DENSE:
                 direction = tl.dot(direction, col_basis, input_precision=PRECISION)
                 direction = tl.dot(row_basis, direction, input_precision=PRECISION)
@@ -194,7 +200,19 @@ def _decode_kernel(
                 store_tile(state_ptr, direction, exists, FULL)
             else:
                 parameter = _apply_rule(
-                    parameter * weight_factor, direction, state_ptr, exists, FULL, RULE, lr, beta1, beta2, eps, correction
+                    parameter * weight_factor,
+                    direction,
+                    state_ptr,
+                    exists,
+                    FULL,
+                    RULE,
+                    lr,
+                    beta1,
+                    beta2,
+                    rest1,
+                    rest2,
+                    eps,
+                    correction,
                 )
                 store_tile(parameter_ptr, to_dtype(parameter, PARAMETER_DTYPE), exists, FULL)
         tl.debug_barrier()
@@ -208,12 +226,14 @@ _BATCH_WORDS = 8192
 
 
 class Settings(NamedTuple):
-    """The numbers an update rule needs."""
+    """The numbers an update rule needs; ``rest1`` and ``rest2`` are 1 less each beta, before rounding."""
 
     lr: float
     weight_factor: float
     beta1: float
     beta2: float
+    rest1: float
+    rest2: float
     eps: float
     bias_correction: float
 
@@ -241,34 +261,36 @@ def decode_(
     batch = _power_of_2_below(min(8, _BATCH_WORDS // tile_words, _LANES_AT_ONCE // lanes))
     at_once = _power_of_2_below(min(num_replicas, _LANES_AT_ONCE // (lanes * batch))) if votes else 1
     programs = num_programs(device, triton.cdiv(chunks[1] - chunks[0], batch), _PROGRAMS_PER_PROCESSOR)
-    _decode_kernel[(programs,)](
-        table.rows_NT,
-        table.row_of_chunk_C,
-        *chunks,
-        payloads_RB.view(torch.int32),
-        num_bytes // 4,
-        num_replicas,
-        offset_bytes,
-        padded_basis(cut.row_edge, cut.block_rows, device),
-        padded_basis(cut.col_edge, cut.block_cols, device),
-        scratch.take("tiles", (programs * batch * tile_words,), torch.int32, device),
-        *settings,
-        **cut_constants(cut),
-        **codec_constants(codec),
-        PARAMETER_DTYPE=TRITON_DTYPES[table.parameter_dtype],
-        BATCH=batch,
-        AT_ONCE=at_once,
-        BLOCK_LANES=lanes,
-        COUNTER_BITS=counter_bits,
-        TILE_WORDS=tile_words,
-        OVER_SENDERS=over_senders and num_replicas > 1,
-        RULE=rule,
-        PRECISION=PRECISION,
-        num_warps=cut.num_warps,
-        num_stages=1,
-        enable_fp_fusion=False,
-        **cut.register_limit(_REGISTERS),
-    )
+    with launching(device):
+        _decode_kernel[(programs,)](
+            table.rows_NT,
+            table.row_of_chunk_C,
+            *chunks,
+            payloads_RB.view(torch.int32),
+            num_bytes // 4,
+            num_replicas,
+            offset_bytes,
+            padded_basis(cut.row_edge, cut.block_rows, device),
+            padded_basis(cut.col_edge, cut.block_cols, device),
+            scratch.take("tiles", (programs * batch * tile_words,), torch.int32, device),
+            *settings,
+            **cut_constants(cut),
+            **codec_constants(codec),
+            PARAMETER_DTYPE=TRITON_DTYPES[table.parameter_dtype],
+            BATCH=batch,
+            AT_ONCE=at_once,
+            BLOCK_LANES=lanes,
+            COUNTER_BITS=counter_bits,
+            TILE_WORDS=tile_words,
+            CLEARED=min(4096, triton.next_power_of_2(tile_words)),
+            OVER_SENDERS=over_senders and num_replicas > 1,
+            RULE=rule,
+            PRECISION=PRECISION,
+            num_warps=cut.num_warps,
+            num_stages=1,
+            enable_fp_fusion=False,
+            **cut.register_limit(_REGISTERS),
+        )
 
 
 def _power_of_2_below(number: int) -> int:

@@ -28,6 +28,7 @@ from thinwire.kernels.table import (
     address,
     codec_constants,
     cut_constants,
+    launching,
     load_tile,
     num_programs,
     padded_basis,
@@ -66,8 +67,9 @@ def _accumulate_kernel(
         after = chunk + tl.num_programs(0)
         next_row = tl.load(row_of_chunk_ptr + after, mask=after < last_chunk, other=0)
         local = chunk - tl.load(row_ptr + FIRST_CHUNK).to(tl.int32)
-        hint_ptr = hints_ptr + tl.load(row_ptr + FIRST_RECORD) + local
-        hint = tl.load(hint_ptr)
+        if MOST > 0:  # early, to have it when it is needed
+            hint_ptr = hints_ptr + tl.load(row_ptr + FIRST_RECORD) + local
+            hint = tl.load(hint_ptr)
         momentum_ptr = address(row_ptr, MOMENTUM, MOMENTUM_DTYPE, ALIGNED) + local.to(tl.int64) * NUM_ELEMENTS
         momentum = load_tile(momentum_ptr + index, in_chunk, FULL) * decay
         if GRADIENT_DTYPE is not None:
@@ -186,7 +188,7 @@ PRECISION = "tf32"
 _PROGRAMS_PER_PROCESSOR = 3
 _REGISTERS = 168
 # Chunks between a launch that marks and the one that packs: few enough for little memory, many enough to fill a GPU.
-_SLAB_CHUNKS = 32768
+_RUN_CHUNKS = 32768
 # Up to so many, candidates are ranked by comparing all pairs; more are told apart by counting alone.
 _FEW = 64
 
@@ -234,19 +236,21 @@ def encode_(
     """
     decay, gradient_scale, share = settings
     search = _search(table.cut, codec)
-    shape = (min(table.num_chunks, _SLAB_CHUNKS) * search.stride,)
+    shape = (min(table.num_chunks, _RUN_CHUNKS) * search.stride,)
     marks = scratch.take("marks", shape, torch.int32, payload_B.device)
-    for first in range(0, table.num_chunks, _SLAB_CHUNKS):
-        chunks = (first, min(first + _SLAB_CHUNKS, table.num_chunks))
-        _accumulate(table, (decay, gradient_scale), chunks, search, codec.num_kept, marks, hints_C)
-        _pack(table, codec, payload_B, offset_bytes, share, chunks, search, marks, units_C)
+    with launching(payload_B.device):
+        for first in range(0, table.num_chunks, _RUN_CHUNKS):
+            chunks = (first, min(first + _RUN_CHUNKS, table.num_chunks))
+            _accumulate(table, (decay, gradient_scale), chunks, search, codec.num_kept, marks, hints_C)
+            _pack(table, codec, payload_B, offset_bytes, share, chunks, search, marks, units_C)
 
 
 def accumulate_(table: ChunkTable, settings: tuple[float, float]) -> None:
     """``m <- decay * m + gradient_scale * T(g)`` and nothing else."""
     nothing = table.row_of_chunk_C
     search = _Search(is_exact=True, most=0, block_listed=1, word=min(32, table.cut.block_cols), num_marks=1)
-    _accumulate(table, settings, (0, table.num_chunks), search, 1, nothing, nothing)
+    with launching(nothing.device):
+        _accumulate(table, settings, (0, table.num_chunks), search, 1, nothing, nothing)
 
 
 def _accumulate(

@@ -1,7 +1,10 @@
 """Where the chunks of many tensors lie: a table that one launch reads, instead of a launch per tensor."""
 
 import functools
+import threading
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -25,6 +28,8 @@ CHUNKS_PER_BAND = tl.constexpr(7)
 BANDS_PER_MATRIX = tl.constexpr(8)
 RULE_STATE = tl.constexpr(9)
 NUM_COLUMNS = tl.constexpr(10)
+
+_turn = threading.Lock()
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -97,6 +102,11 @@ class ChunkTable:
     def num_chunks(self) -> int:
         """Chunks of the launch."""
         return len(self.row_of_chunk_C)
+
+
+def launching(device: torch.device) -> AbstractContextManager[Any]:
+    """Launch inside: Triton takes the current GPU, and its interpreter cannot run kernels in two threads at once."""
+    return torch.cuda.device(device) if device.type == "cuda" else _turn
 
 
 def upload_rows(rows: list[list[int]], device: torch.device) -> Tensor:

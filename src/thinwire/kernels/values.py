@@ -36,6 +36,7 @@ def encode_values(values, live, VALUES: tl.constexpr, VALUE_BITS: tl.constexpr):
         codes = (steps.to(tl.int32) & ((1 << VALUE_BITS) - 1)).to(tl.uint32)
         removed = steps * scale
     else:
+        tl.static_assert((VALUES == "sign") or (VALUES == "sign_scale"))
         num_live = tl.maximum(tl.sum((values != 0).to(tl.int32), axis=1), 1)
         unit = tl.sum(size.to(tl.float64) / num_live.to(tl.float64)[:, None], axis=1).to(tl.float32)
         if VALUES == "sign_scale":
