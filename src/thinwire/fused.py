@@ -49,6 +49,7 @@ def why_not(stack: Stack, tensors: Sequence[LocalTensor]) -> str | None:
 
 
 def _block(edge: int) -> int:
+    """`kernels.table.Cut`'s, which cannot be asked without triton."""
     return max(16, 1 << (edge - 1).bit_length())
 
 

@@ -5,6 +5,7 @@ tensor after `zero_grad`), so they are compared at each step, and a table that n
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +19,15 @@ from thinwire.slabs import LocalTensor
 from thinwire.stack_step import GroupStep
 from thinwire.torch_stack import TorchStack, change_whole_
 
-Form = tuple[torch.dtype | None, torch.dtype, torch.dtype, bool, bool]
-"""What the tensors of one launch have in common: dtypes of gradient (None: there is none), momentum and parameter, and
-whether they are padded, and aligned."""
+
+class Form(NamedTuple):
+    """What the tensors of one launch have in common; no gradient dtype means no gradient."""
+
+    gradient: torch.dtype | None
+    momentum: torch.dtype
+    parameter: torch.dtype
+    padded: bool
+    aligned: bool
 
 
 class FusedStack:
@@ -38,7 +45,9 @@ class FusedStack:
 
     def encode_(self, group: GroupStep, payload_B: Tensor) -> None:
         """See `StackStep`."""
-        self._is_encoded = False  # until all is launched: what fails, fails before the first kernel runs
+        # Until all is launched. A kernel that does not compile fails at the first launch, and nothing was changed; what was
+        # launched before a later failure is not taken back.
+        self._is_encoded = False
         gradients = self._gradients()
         settings = (group.decay, group.gradient_scale, self._stack.share)
         codec, offset = self._stack.codec, self._stack.offset_bytes
@@ -119,7 +128,7 @@ class FusedStack:
         layout = entry.layout
         addresses = (row.gradient, row.momentum, row.parameter, row.rule_state)
         is_aligned = layout.col_edge % 16 == layout.num_cols % 16 == 0 and all(a % 16 == 0 for a in addresses)
-        return gradient, local.momentum_CE.dtype, local.parameter.dtype, layout.is_padded, is_aligned
+        return Form(gradient, local.momentum_CE.dtype, local.parameter.dtype, layout.is_padded, is_aligned)
 
 
 class _Tables:
@@ -142,9 +151,8 @@ class _Tables:
         return self._tables
 
     def _table(self, form: Form, members: list[tuple[Entry, Row]]) -> ChunkTable:
-        gradient, momentum, parameter, padded, aligned = form
         layout = members[0][0].layout
-        cut = Cut(layout.row_edge, layout.col_edge, layout.dense, padded, aligned)
+        cut = Cut(layout.row_edge, layout.col_edge, layout.dense, form.padded, form.aligned)
         rows, first = [], 0
         for entry, row in members:
             its = entry.layout
@@ -152,7 +160,7 @@ class _Tables:
             rows.append([row.gradient, row.momentum, row.parameter, *shape, row.rule_state])
             first += its.num_chunks
         row_of_chunk_C = self._row_of_chunk([entry for entry, _ in members])
-        return ChunkTable(upload_rows(rows, self._device), row_of_chunk_C, cut, gradient, momentum, parameter)
+        return ChunkTable(upload_rows(rows, self._device), row_of_chunk_C, cut, form.gradient, form.momentum, form.parameter)
 
     def _row_of_chunk(self, entries: list[Entry]) -> Tensor:
         """To which row each chunk belongs, from the tables of the last step where the same tensors made a launch."""

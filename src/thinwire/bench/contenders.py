@@ -68,7 +68,7 @@ def _torch(name: str, optimizer: torch.optim.Optimizer, floor_bytes: float, stat
 
 
 def _published(parameters: Sequence[nn.Parameter]) -> Contender:
-    """pytorch-optimizer's DeMo needs a process group, of one process here; it overwrites the gradients."""
+    """pytorch-optimizer's DeMo needs a process group, of one process here. It overwrites gradients: it gets its own."""
     import tempfile
 
     import pytorch_optimizer
@@ -76,12 +76,12 @@ def _published(parameters: Sequence[nn.Parameter]) -> Contender:
     from thinwire.parallel.group import join_alone
 
     join_alone(tempfile.mkdtemp())
-    gradients = [parameter.grad for parameter in parameters]
-    optimizer = pytorch_optimizer.DeMo(list(parameters), lr=1e-6)
+    own = [nn.Parameter(parameter.detach()) for parameter in parameters]
+    optimizer = pytorch_optimizer.DeMo(own, lr=1e-6)
 
     def restore() -> None:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = None if gradient is None else gradient.clone()
+        for mine, parameter in zip(own, parameters, strict=True):
+            mine.grad = None if parameter.grad is None else parameter.grad.clone()
 
     return Contender("published DeMo", {"step": lambda: _call(optimizer)}, 20, 4, restore, topk=32, replicas=1)
 

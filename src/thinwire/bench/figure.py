@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from thinwire.bench.step import StepRow
 
 _COLOURS = {"thinwire triton": "#0072b2", "thinwire torch": "#56b4e9"}
+_COLOURS |= {f"{name}, step()": colour for name, colour in _COLOURS.items()}
 _OTHERS = "#999999"
 
 

@@ -111,7 +111,7 @@ def _measure_beside(
 ) -> Iterator[StepRow]:
     device = torch.device(case.device)
     everyone = [adamw, *contenders]
-    times = take_turns(everyone, device, case.rounds, 2, lambda: None)
+    times = take_turns(everyone, device, case.rounds, 2)
     median = statistics.median(sum(row.values()) for row in times[0])
     for contender, rows in zip(everyone, times, strict=True):
         extra = peak_extra_bytes(contender, device)

@@ -1,7 +1,7 @@
-"""Time by time: contenders take turns, so that what else the machine does meets all of them."""
+"""Times: contenders take turns, so that what else the machine does meets all of them."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -39,9 +39,9 @@ def _between(first: torch.cuda.Event | float, second: torch.cuda.Event | float) 
 
 
 def take_turns(
-    contenders: Sequence[Contender], device: torch.device, num_rounds: int, num_warmups: int, after: Callable[[], None]
+    contenders: Sequence[Contender], device: torch.device, num_rounds: int, num_warmups: int
 ) -> list[list[dict[str, float]]]:
-    """The times of every part, per contender and round; ``after`` is called after each step."""
+    """The times of every part, per contender and round."""
     times: list[list[dict[str, float]]] = [[] for _ in contenders]
     for round_ in range(num_warmups + num_rounds):
         for contender, rows in zip(contenders, times, strict=True):
@@ -55,7 +55,6 @@ def take_turns(
             found = watch.milliseconds()
             if round_ >= num_warmups:
                 rows.append(dict(zip(contender.parts, found, strict=True)))
-            after()
     return times
 
 

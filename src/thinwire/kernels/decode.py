@@ -19,6 +19,7 @@ from thinwire.kernels.table import (
     FIRST_RECORD,
     NUM_COLUMNS,
     PARAMETER,
+    PRECISION,
     RULE_STATE,
     TRITON_DTYPES,
     ChunkTable,
@@ -26,8 +27,8 @@ from thinwire.kernels.table import (
     codec_constants,
     cut_constants,
     launching,
+    load_as_is,
     load_tile,
-    load_whole,
     num_programs,
     padded_basis,
     store_tile,
@@ -109,6 +110,7 @@ def _decode_kernel(
     COUNTER_BITS: tl.constexpr, TILE_WORDS: tl.constexpr, CLEARED: tl.constexpr, OVER_SENDERS: tl.constexpr,
     RULE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """A batch of chunks at a time: first all that was sent for them, into tiles of scratch memory, then the products."""
     NUM_ELEMENTS: tl.constexpr = ROW_EDGE * COL_EDGE
     WHOLE: tl.constexpr = BLOCK_R * BLOCK_C == NUM_ELEMENTS
     rows = tl.arange(0, BLOCK_R)[:, None]
@@ -173,16 +175,16 @@ def _decode_kernel(
                     counter_ptr = tile_ptr.to(tl.pointer_type(tl.uint16))
                 else:
                     counter_ptr = tile_ptr.to(tl.pointer_type(tl.uint32))
-                both = load_whole(counter_ptr + index, in_chunk, WHOLE).to(tl.int32)
+                both = load_as_is(counter_ptr + index, in_chunk, WHOLE).to(tl.int32)
                 num_for = both & ((1 << COUNTER_BITS) - 1)
                 num_against = (both >> COUNTER_BITS) & ((1 << COUNTER_BITS) - 1)
                 direction = (num_for - num_against).to(tl.float32)
                 num_senders = num_for + num_against
             else:
                 sum_ptr = tile_ptr.to(tl.pointer_type(tl.float32))
-                direction = load_whole(sum_ptr + index, in_chunk, WHOLE)
+                direction = load_as_is(sum_ptr + index, in_chunk, WHOLE)
                 if OVER_SENDERS:
-                    num_senders = load_whole(tile_ptr + (TILE_WORDS // 2) + index, in_chunk, WHOLE)
+                    num_senders = load_as_is(tile_ptr + (TILE_WORDS // 2) + index, in_chunk, WHOLE)
             tl.debug_barrier()  # all have read their part of the tile before anyone clears it for the next batch
             for begin in range(0, TILE_WORDS, CLEARED):
                 at = begin + zeros_at
@@ -200,28 +202,18 @@ def _decode_kernel(
                 store_tile(state_ptr, direction, exists, FULL)
             else:
                 parameter = _apply_rule(
-                    parameter * weight_factor,
-                    direction,
-                    state_ptr,
-                    exists,
-                    FULL,
-                    RULE,
-                    lr,
-                    beta1,
-                    beta2,
-                    rest1,
-                    rest2,
-                    eps,
-                    correction,
-                )
+                    parameter * weight_factor, direction, state_ptr, exists, FULL, RULE, lr, beta1, beta2, rest1, rest2,
+                    eps, correction,
+                )  # fmt: skip
                 store_tile(parameter_ptr, to_dtype(parameter, PARAMETER_DTYPE), exists, FULL)
         tl.debug_barrier()
 
 
-PRECISION = "tf32"
 _PROGRAMS_PER_PROCESSOR = 4
 _REGISTERS = 128
+# Slots, or bits of slots, that a program unpacks together: more would not find room in its registers.
 _LANES_AT_ONCE = 1024
+# Scratch memory of a program: the tiles of its batch should stay in the cache.
 _BATCH_WORDS = 8192
 
 

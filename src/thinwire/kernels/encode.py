@@ -22,6 +22,7 @@ from thinwire.kernels.table import (
     GRADIENT,
     MOMENTUM,
     NUM_COLUMNS,
+    PRECISION,
     TRITON_DTYPES,
     ChunkTable,
     Cut,
@@ -184,7 +185,6 @@ def _put_indices(record_ptrs, begin, slot, where, mask, K: tl.constexpr, INDICES
         put_bits(record_ptrs, begin + K * LOW_BITS + (where >> LOW_BITS) + slot, one, mask, 1)
 
 
-PRECISION = "tf32"
 _PROGRAMS_PER_PROCESSOR = 3
 _REGISTERS = 168
 # Chunks between a launch that marks and the one that packs: few enough for little memory, many enough to fill a GPU.

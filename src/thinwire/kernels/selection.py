@@ -1,8 +1,8 @@
 """The K largest magnitudes of a chunk, by counting, inside a kernel.
 
 The bit pattern of a positive float, taken as an integer, orders as the float does. So a chunk's largest are found by asking
-how many patterns are at least t, for a few t, until there are between K and L of them. These are written down, in any
-order, and the exact choice is made among those few. Ties go to the lower index, zeros are never kept.
+how many patterns are at least t, for a few t, until there are between K and L of them. These are marked, and the exact
+choice is made among those few. Ties go to the lower index, zeros are never kept.
 """
 
 import triton

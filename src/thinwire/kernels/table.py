@@ -31,6 +31,8 @@ NUM_COLUMNS = tl.constexpr(10)
 
 _turn = threading.Lock()
 
+# How tensor cores take float32 factors. Exact decoding, where it is built, replaces the products of `decode`.
+PRECISION = "tf32"
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -166,7 +168,7 @@ def load_tile(pointers, exists, FULL: tl.constexpr):
 
 
 @triton.jit
-def load_whole(pointers, exists, FULL: tl.constexpr):
+def load_as_is(pointers, exists, FULL: tl.constexpr):
     """A tile in its own dtype; 0 where nothing exists."""
     if FULL:
         return tl.load(pointers)
