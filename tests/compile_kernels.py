@@ -34,10 +34,9 @@ def launches(chunk: int, topk: int, values: str, update: str, num_replicas: int)
     from thinwire.core.update_rules import UPDATE_RULES, Hyper
     from thinwire.exchange.plan import Coding, TensorSpec, make_plan
     from thinwire.fused_stack import FusedStack
-    from thinwire.kernels.checks import add_checksums_, find_bad_records_
-    from thinwire.slabs import LocalTensor, limits_for
+    from thinwire.kernels.checks import inspect_, judge_
+    from thinwire.slabs import LocalTensor
     from thinwire.stack_step import GroupStep
-    from thinwire.torch_stack import TorchStack
 
     shape = (2 * chunk, 2 * chunk)
     plan = make_plan([TensorSpec("p", shape, "torch.float32", 0)], [Coding(chunk, topk, values, "adaptive", 0)])
@@ -48,19 +47,22 @@ def launches(chunk: int, topk: int, values: str, update: str, num_replicas: int)
     rule = UPDATE_RULES[update]
     state = {name: torch.zeros(shape) for name in rule.state_names}
     tensors = [LocalTensor(parameter, torch.zeros(4, chunk * chunk), state)]
-    step = FusedStack(stack, tensors, TorchStack(stack, tensors, limits_for(tensors)), Scratch())
+    verdict = torch.zeros(1, dtype=torch.int32)
+    step = FusedStack(stack, tensors, Scratch(), verdict)
     group = GroupStep(0.9, 1.0, rule, Hyper(1e-3, 1, (0.9, 0.99), 1e-8), 0.1, chunk)
     payloads_RB = torch.zeros(num_replicas, bucket.payload_bytes, dtype=torch.uint8)
+    findings_RW = torch.zeros(num_replicas, 10, dtype=torch.int64)
     found: dict[str, Launch] = {}
 
     def catch(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        found[kernel.__name__] = (kernel, arguments, options)
+        found[kernel.__name__ + " that undoes" * bool(options.get("UNDOES"))] = (kernel, arguments, options)
 
     with mock.patch.object(JITFunction, "run", catch), torch.no_grad():
         step.encode_(group, payloads_RB[0])
+        step.undo_(group, payloads_RB[0])
         step.apply_(group, payloads_RB, "mean_over_senders")
-        add_checksums_(payloads_RB, torch.zeros(num_replicas, dtype=torch.int64))
-        find_bad_records_(payloads_RB, stack.codec, 64, torch.zeros(num_replicas, dtype=torch.int32), 4)
+        inspect_(payloads_RB, [(stack.codec, stack.offset_bytes, stack.num_chunks)], findings_RW)
+        judge_(payloads_RB, 0, findings_RW, verdict)
     return list(found.values())
 
 
@@ -88,7 +90,9 @@ def type_of(value: Any) -> str:
     """Triton's name for the type of an argument."""
     if isinstance(value, torch.Tensor):
         return "*" + TYPES[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
 def resources(cubin: bytes) -> str:

@@ -47,7 +47,7 @@ def load(optimizer: "DeMo", state_dict: dict[str, Any], residual: str) -> None:
         else:
             tensor.copy_(value)
     _keep_for_later(optimizer, state_dict["state"], residual)
-    optimizer.num_skipped_steps = int(saved["num_skipped_steps"])
+    optimizer._num_skipped_steps = int(saved["num_skipped_steps"])
 
 
 def _check_identity(optimizer: "DeMo", state_dict: dict[str, Any], residual: str) -> dict[str, Any]:

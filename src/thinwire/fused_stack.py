@@ -12,12 +12,14 @@ from torch import Tensor
 
 from thinwire.core.scratch import Scratch
 from thinwire.exchange.plan import Entry, Stack
-from thinwire.kernels.decode import Settings, decode_
-from thinwire.kernels.encode import accumulate_, encode_
+from thinwire.kernels import decode, encode, undo
 from thinwire.kernels.table import ChunkTable, Cut, Row, upload_rows
 from thinwire.slabs import LocalTensor
 from thinwire.stack_step import GroupStep
-from thinwire.torch_stack import TorchStack, change_whole_
+from thinwire.torch_stack import change_whole_
+from thinwire.wire.payload import Trouble
+
+_MOST_MAPS = 8
 
 
 class Form(NamedTuple):
@@ -31,41 +33,45 @@ class Form(NamedTuple):
 
 
 class FusedStack:
-    """One stack of one replica. ``plain`` does the same slowly, and is asked for what is rarely needed."""
+    """One stack of one replica. ``verdict`` (int32) lies on the device: what it is when a kernel runs decides whether
+    `apply_` applies (0) and whether `undo_` undoes (any other)."""
 
-    def __init__(self, stack: Stack, tensors: Sequence[LocalTensor], plain: TorchStack, scratch: Scratch) -> None:
-        self._stack, self._tensors, self._plain = stack, tensors, plain
-        device = tensors[stack.entries[0].tensor].parameter.device
+    def __init__(self, stack: Stack, tensors: Sequence[LocalTensor], scratch: Scratch, verdict: Tensor) -> None:
+        self._stack, self._tensors, self._scratch, self._verdict = stack, tensors, scratch, verdict
         has_unit, is_selected = stack.codec.value_codec.unit is not None, stack.codec.index_codec.name != "all"
-        self._units_C = torch.zeros(stack.num_chunks if has_unit else 0, device=device)
-        self._hints_C = torch.zeros(stack.num_chunks if is_selected else 0, dtype=torch.int32, device=device)
-        self._scratch = scratch
-        self._is_encoded = False
-        self._encode_tables, self._apply_tables = _Tables(stack, device), _Tables(stack, device)
+        self._units_C = torch.zeros(stack.num_chunks if has_unit else 0, device=verdict.device)
+        self._hints_C = torch.zeros(stack.num_chunks if is_selected else 0, dtype=torch.int32, device=verdict.device)
+        self._encoded: list[ChunkTable] = []
+        """The tables that are in the payload: what `undo_` must take back, from the gradients that are held for it."""
+        self._held: dict[int, Tensor] = {}
+        rows_of_chunks: dict[tuple[int, ...], Tensor] = {}
+        self._encode_tables = _Tables(stack, verdict.device, rows_of_chunks)
+        self._apply_tables = _Tables(stack, verdict.device, rows_of_chunks)
 
     def encode_(self, group: GroupStep, payload_B: Tensor) -> None:
-        """See `StackStep`."""
-        # Until all is launched. A kernel that does not compile fails at the first launch, and nothing was changed; what was
-        # launched before a later failure is not taken back.
-        self._is_encoded = False
-        gradients = self._gradients()
-        settings = (group.decay, group.gradient_scale, self._stack.share)
+        """See `StackStep`. A gradient with NaN or Inf in it is reported in the payload's header."""
+        self._encoded.clear()
+        gradients = self._held = self._gradients()
         codec, offset = self._stack.codec, self._stack.offset_bytes
-        for _, table in self._for_encoding(gradients):
-            encode_(table, codec, payload_B, offset, self._units_C, self._hints_C, self._scratch, settings)
-        self._is_encoded = True
+        for _, table in self._encode_tables.update(lambda entry: self._encode_row(entry, gradients.get(entry.tensor))):
+            encode.encode_(
+                table, codec, payload_B, offset, self._units_C, self._hints_C, self._scratch, self._settings(group)
+            )
+            self._encoded.append(table)
 
     def undo_(self, group: GroupStep, payload_B: Tensor) -> None:
-        """See `StackStep`."""
-        if not self._is_encoded:
-            return
-        self._is_encoded = False
-        units = self.units
-        for slab in self._plain.slabs:
-            self._plain.give_back_(slab, payload_B, units[slab.records] if isinstance(units, Tensor) else units)
-        decay = 1 / group.decay if group.decay else 0.0
-        for _, table in self._for_encoding(self._gradients()):
-            accumulate_(table, (decay, -group.gradient_scale * decay))
+        """See `StackStep`. The gradients must still be what they were."""
+        codec, offset = self._stack.codec, self._stack.offset_bytes
+        for table in self._encoded:
+            undo.undo_(table, codec, payload_B, offset, self._units_C, self._settings(group), self._verdict)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._encoded.clear()
+        self._held = {}
+
+    def _settings(self, group: GroupStep) -> encode.Settings:
+        return encode.Settings(group.decay, group.gradient_scale, self._stack.share, Trouble(group.trouble, 0).pack())
 
     @property
     def units(self) -> Tensor | float:
@@ -74,27 +80,30 @@ class FusedStack:
 
     def apply_(self, group: GroupStep, payloads_RB: Tensor, combine_rule: str) -> None:
         """See `StackStep`."""
+        self._forget()
         targets = {entry.tensor: self._tensors[entry.tensor].parameter.contiguous() for entry in self._stack.entries}
         hyper, beta = group.hyper, group.hyper.betas[1]
         rests = (1 - hyper.betas[0], 1 - beta)
-        factor = 1 - hyper.lr * group.weight_decay
-        settings = Settings(hyper.lr, factor, *hyper.betas, *rests, hyper.eps, 1 - beta**hyper.step)
+        settings = decode.Settings(hyper.lr, group.weight_factor, *hyper.betas, *rests, hyper.eps, 1 - beta**hyper.step)
         direction = self._whole_direction() if group.rule.whole_matrices else None
         over_senders = combine_rule == "mean_over_senders"
         for entries, table in self._apply_tables.update(lambda entry: self._apply_row(entry, targets, direction)):
 
-            def decode(first: int, last: int, rule: str, table: ChunkTable = table) -> None:
-                codec, offset = self._stack.codec, self._stack.offset_bytes
-                decode_(table, codec, payloads_RB, offset, over_senders, rule, settings, self._scratch, (first, last))
+            def decode_(chunks: tuple[int, int], rule: str, table: ChunkTable = table) -> None:
+                where = (self._stack.codec, payloads_RB, self._stack.offset_bytes)
+                decode.decode_(table, *where, over_senders, rule, settings, self._scratch, chunks, self._verdict)
 
             if direction is None:
-                decode(0, table.num_chunks, group.rule.name)
+                decode_((0, table.num_chunks), group.rule.name)
                 continue
+            # These rules are not kernels and cannot ask for the verdict: no direction and no decay change nothing.
+            weight_factor = torch.where(self._verdict == 0, group.weight_factor, 1.0)
             first = 0
             for entry in entries:
                 target = targets[entry.tensor]
-                decode(first, first + entry.layout.num_chunks, "whole")
-                change_whole_(self._tensors[entry.tensor], target, direction[: target.numel()].view(target.shape), group)
+                mine = direction[: target.numel()].view(target.shape).zero_()
+                decode_((first, first + entry.layout.num_chunks), "whole")
+                change_whole_(self._tensors[entry.tensor], target, mine, group, weight_factor)
                 first += entry.layout.num_chunks
         for index, target in targets.items():
             if target.data_ptr() != self._tensors[index].parameter.data_ptr():
@@ -109,9 +118,6 @@ class FusedStack:
         """Room for the direction of the largest tensor."""
         largest = max(self._tensors[entry.tensor].parameter.numel() for entry in self._stack.entries)
         return self._scratch.take("direction", (largest,), torch.float32, self._units_C.device)
-
-    def _for_encoding(self, gradients: dict[int, Tensor]) -> list[tuple[list[Entry], ChunkTable]]:
-        return self._encode_tables.update(lambda entry: self._encode_row(entry, gradients.get(entry.tensor)))
 
     def _encode_row(self, entry: Entry, gradient: Tensor | None) -> tuple[Form, Row]:
         local = self._tensors[entry.tensor]
@@ -134,8 +140,8 @@ class FusedStack:
 class _Tables:
     """The tables of a stack, one per form, and what they were made from."""
 
-    def __init__(self, stack: Stack, device: torch.device) -> None:
-        self._stack, self._device = stack, device
+    def __init__(self, stack: Stack, device: torch.device, rows_of_chunks: dict[tuple[int, ...], Tensor]) -> None:
+        self._stack, self._device, self._rows_of_chunks = stack, device, rows_of_chunks
         self._known: list[tuple[Form, Row]] = []
         self._tables: list[tuple[list[Entry], ChunkTable]] = []
 
@@ -157,16 +163,19 @@ class _Tables:
         for entry, row in members:
             its = entry.layout
             shape = (first, entry.first_chunk, its.num_rows, its.num_cols, its.chunks_per_band, its.bands_per_matrix)
-            rows.append([row.gradient, row.momentum, row.parameter, *shape, row.rule_state])
+            rows.append([row.gradient, row.momentum, row.parameter, *shape, row.rule_state, entry.tensor])
             first += its.num_chunks
         row_of_chunk_C = self._row_of_chunk([entry for entry, _ in members])
         return ChunkTable(upload_rows(rows, self._device), row_of_chunk_C, cut, form.gradient, form.momentum, form.parameter)
 
     def _row_of_chunk(self, entries: list[Entry]) -> Tensor:
-        """To which row each chunk belongs, from the tables of the last step where the same tensors made a launch."""
-        for known, table in self._tables:
-            if known == entries:
-                return table.row_of_chunk_C
-        counts = torch.tensor([entry.layout.num_chunks for entry in entries])
-        rows = torch.repeat_interleave(torch.arange(len(entries), dtype=torch.int32), counts)
-        return rows.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else rows
+        """To which row each chunk belongs, one copy for all tables of the same tensors."""
+        key = tuple(entry.tensor for entry in entries)
+        if key not in self._rows_of_chunks:
+            if len(self._rows_of_chunks) >= _MOST_MAPS:  # other tensors have gradients at every step
+                self._rows_of_chunks.clear()
+            counts = torch.tensor([entry.layout.num_chunks for entry in entries])
+            rows = torch.repeat_interleave(torch.arange(len(entries), dtype=torch.int32), counts)
+            on_device = rows.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else rows
+            self._rows_of_chunks[key] = on_device
+        return self._rows_of_chunks[key]

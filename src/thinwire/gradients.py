@@ -8,29 +8,30 @@ import torch
 from torch import Tensor
 
 from thinwire.core.errors import ThinwireError
-from thinwire.exchange.agreement import Problem
 from thinwire.exchange.gradient_sync import is_synchronised_by_ddp
+from thinwire.wire.payload import Problem, Trouble
 
 _FINGERPRINT_ELEMENTS = 4096
 
 
-def first_problem(parameters: Sequence[Tensor], found_inf: float | None) -> tuple[Problem, int]:
+def first_trouble(parameters: Sequence[Tensor], found_inf: float | None, finite_checked_later: bool = False) -> Trouble:
     """What keeps this replica from stepping, and the first parameter concerned.
 
-    ``found_inf`` is what a GradScaler found, None if there is no scaler.
+    ``found_inf`` is what a GradScaler found, None if there is no scaler. Values are not looked at if that is done later, and
+    no scaler says that it is worth while.
     """
     present = [(index, parameter.grad) for index, parameter in enumerate(parameters) if parameter.grad is not None]
     for index, gradient in present:
         if gradient.layout != torch.strided:
-            return Problem.SPARSE, index
-    bad = _first_nonfinite(present)
+            return Trouble(Problem.SPARSE, index)
+    bad = -1 if finite_checked_later and not found_inf else _first_nonfinite(present)
     if found_inf is not None and (bad >= 0 or found_inf > 0):
-        return Problem.OVERFLOW, max(bad, 0)
-    return (Problem.NONFINITE if bad >= 0 else Problem.NONE), bad
+        return Trouble(Problem.OVERFLOW, max(bad, 0))
+    return Trouble(Problem.NONFINITE, bad) if bad >= 0 else Trouble()
 
 
 def _first_nonfinite(gradients: Sequence[tuple[int, Tensor]]) -> int:
-    """The first tensor whose gradient has NaN or Inf in it, or is so large (1e19) that its norm overflows; or -1.
+    """The first tensor whose gradient has NaN or Inf in it, or is so large that its norm overflows; or -1.
 
     No coefficient of a chunk exceeds the norm of the gradient, so a finite norm keeps the momentum finite too.
     """

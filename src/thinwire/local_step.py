@@ -13,6 +13,7 @@ from torch import Tensor
 from thinwire.core.scratch import Scratch
 from thinwire.exchange.plan import Bucket, ExchangePlan, Stack
 from thinwire.fused import why_not
+from thinwire.sealing import empty_findings
 from thinwire.slabs import LocalTensor, limits_for
 from thinwire.stack_step import GroupStep, StackStep
 from thinwire.torch_stack import TorchStack
@@ -23,10 +24,19 @@ BACKENDS = ("auto", "torch", "triton")
 
 @dataclass
 class Encoding:
-    """A bucket's payload, and the stacks that are in it, at least in part."""
+    """Everyone's payloads of a bucket, what is found in them, the host's copy of that, and which stacks are in the own
+    payload, at least in part."""
 
-    payload_B: Tensor
+    payloads_RB: Tensor
+    replica: int
+    findings_RW: Tensor
+    told_RW: Tensor
     begun: list[Stack] = field(default_factory=list)
+
+    @property
+    def payload_B(self) -> Tensor:
+        """The own one."""
+        return self.payloads_RB[self.replica]
 
 
 class LocalStep:
@@ -36,6 +46,8 @@ class LocalStep:
         self.tensors = tensors
         self.backends: set[str] = set()
         """Those in use."""
+        self.verdicts: dict[torch.device, Tensor] = {}
+        """Per device of the fused backend: 0 while the step at hand may be applied."""
         self._reasons: set[str] = set()
         self._scratch = Scratch()
         self.steps: dict[Stack, StackStep] = {}
@@ -43,12 +55,15 @@ class LocalStep:
             for stack in bucket.stacks:
                 self.steps[stack] = self._step_for(stack, bucket, plan, backend)
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether the fused kernels do all of it on one device, so that its verdict decides for all."""
+        return self.backends == {"triton"} and len(self.verdicts) == 1
+
     def _step_for(self, stack: Stack, bucket: Bucket, plan: ExchangePlan, backend: str) -> StackStep:
-        plain = TorchStack(stack, self.tensors, limits_for(self.tensors))
         device = self.tensors[stack.entries[0].tensor].parameter.device
         if backend == "torch" or (backend == "auto" and device.type == "cpu"):
-            self.backends.add("torch")
-            return plain
+            return self._plain(stack)
         reason = why_not(stack, self.tensors)
         if reason is None and device != self._payload_device(bucket):
             reason = f"it is on {device} and shares a payload with tensors on {self._payload_device(bucket)}"
@@ -56,36 +71,51 @@ class LocalStep:
             from thinwire.fused_stack import FusedStack  # here, since it imports triton, which not every machine has
 
             self.backends.add("triton")
-            return FusedStack(stack, self.tensors, plain, self._scratch)
+            if device not in self.verdicts:
+                self.verdicts[device] = torch.zeros(1, dtype=torch.int32, device=device)
+            return FusedStack(stack, self.tensors, self._scratch, self.verdicts[device])
         name = plan.tensors[stack.entries[0].tensor].name
         if backend == "triton":
             raise ValueError(f"backend='triton' cannot train {name}: {reason}; backend='auto' uses torch where it must")
         if reason not in self._reasons:
             self._reasons.add(reason)
             _log.warning("the torch backend, which is slower, trains %s and others: %s", name, reason)
-        self.backends.add("torch")
-        return plain
+        return self._plain(stack)
 
-    def empty(self, bucket: Bucket) -> Encoding:
-        """A payload with nothing in it yet."""
-        return Encoding(torch.zeros(bucket.payload_bytes, dtype=torch.uint8, device=self._payload_device(bucket)))
+    def _plain(self, stack: Stack) -> StackStep:
+        self.backends.add("torch")
+        return TorchStack(stack, self.tensors, limits_for(self.tensors))
+
+    def empty(self, bucket: Bucket, replica: int = 0, num_replicas: int = 1) -> Encoding:
+        """Room for the payloads of a bucket; the own one has nothing in it yet."""
+        device = self._payload_device(bucket)
+        payloads_RB = torch.zeros(num_replicas, bucket.payload_bytes, dtype=torch.uint8, device=device)
+        findings_RW = empty_findings(bucket, num_replicas, device)
+        told_RW = torch.empty_like(findings_RW, device="cpu", pin_memory=True) if device.type == "cuda" else findings_RW
+        return Encoding(payloads_RB, replica, findings_RW, told_RW)
 
     def _payload_device(self, bucket: Bucket) -> torch.device:
         return next((self.tensors[index].parameter.device for index in bucket.tensors), torch.device("cpu"))
 
     def encode_(self, bucket: Bucket, groups: Sequence[GroupStep], encoding: Encoding) -> None:
-        """Encode every stack of a bucket, see `StackStep.encode_`. The header is left to the caller."""
+        """Encode every stack of a bucket, see `StackStep.encode_`. Header and checksum are left to the caller."""
         for stack in bucket.stacks:
             encoding.begun.append(stack)
             self.steps[stack].encode_(groups[stack.group], encoding.payload_B)
 
     def undo_(self, bucket: Bucket, groups: Sequence[GroupStep], encoding: Encoding) -> None:
-        """Take `encode_` back, see `StackStep.undo_`."""
+        """Take `encode_` back, see `StackStep.undo_`; where the fused backend runs, if the verdict is against the step."""
         for stack in encoding.begun:
             self.steps[stack].undo_(groups[stack.group], encoding.payload_B)
         encoding.begun.clear()
 
     def apply_(self, bucket: Bucket, groups: Sequence[GroupStep], payloads_RB: Tensor, combine_rule: str) -> None:
-        """Apply everyone's payloads to the parameters, see `StackStep.apply_`."""
+        """Apply everyone's payloads to the parameters, see `StackStep.apply_`; where the fused backend runs, unless the
+        verdict is against the step."""
         for stack in bucket.stacks:
             self.steps[stack].apply_(groups[stack.group], payloads_RB, combine_rule)
+
+    def set_verdict_(self, verdict: int) -> None:
+        """Decide from the host, which is known before the next launch runs."""
+        for known in self.verdicts.values():
+            known.fill_(verdict)

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,22 +11,30 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire import checkpoint
+from thinwire.attempt import Attempt, announce_plan
 from thinwire.core.combine import COMBINE_RULES
-from thinwire.core.errors import NonFiniteGradientError, ThinwireError, check_bool, check_choice, check_float, check_int
+from thinwire.core.errors import (
+    ExchangeError,
+    NonFiniteGradientError,
+    ThinwireError,
+    check_bool,
+    check_choice,
+    check_float,
+    check_int,
+)
 from thinwire.core.layout import empty_momentum
 from thinwire.core.update_rules import UPDATE_RULES, Hyper
-from thinwire.exchange.agreement import Answer, Problem, hold_roll_call
+from thinwire.exchange.agreement import hold_roll_call, name_the_difference
 from thinwire.exchange.collective import default_transport, is_distributed
-from thinwire.exchange.plan import Bucket, ExchangePlan, TensorSpec, make_plan
+from thinwire.exchange.plan import ExchangePlan, TensorSpec, digest_of, make_plan
 from thinwire.exchange.traffic import Count, Traffic
-from thinwire.exchange.transport import Pending, Transport
-from thinwire.gradients import check_own_gradients, fingerprint, first_problem
+from thinwire.exchange.transport import Transport, all_gather
+from thinwire.gradients import check_own_gradients, fingerprint, first_trouble
 from thinwire.local_step import BACKENDS, Encoding, LocalStep
 from thinwire.options import MOMENTUM_DTYPES, check_group, check_parameter, coding_of, lr_of, settings_lines
-from thinwire.sealing import check_received, seal_
 from thinwire.slabs import LocalTensor
 from thinwire.stack_step import GroupStep
-from thinwire.wire.payload import Header
+from thinwire.wire.payload import Header, Problem, Trouble
 
 _log = logging.getLogger("thinwire")
 ON_NONFINITE = ("raise", "skip")
@@ -126,7 +133,11 @@ class DeMo(Optimizer):
         self._is_ready = False
         super().__init__(params, group_options)
         self.traffic = Traffic()
-        self.num_skipped_steps = 0
+        self._num_skipped_steps = 0
+        self._unsettled: Attempt | None = None
+        self._encodings: list[Encoding] | None = None
+        self._agreed_plan: ExchangePlan
+        self._timeout_seconds = timeout_seconds
         if transport is not None and process_group is not None:
             raise ValueError("pass process_group or transport, not both")
         self._transport = transport or default_transport(process_group, timeout_seconds)
@@ -177,8 +188,15 @@ class DeMo(Optimizer):
         return self._transport.num_replicas
 
     @property
+    def num_skipped_steps(self) -> int:
+        """Steps left out for want of finite gradients. Waits for the last step, as `synchronize` does."""
+        self.synchronize()
+        return self._num_skipped_steps
+
+    @property
     def num_steps(self) -> int:
-        """Steps taken; skipped ones do not count."""
+        """Steps taken; skipped ones do not count. Waits for the last step, as `synchronize` does."""
+        self.synchronize()
         return max(int(group["num_steps"]) for group in self.param_groups)
 
     @property
@@ -203,69 +221,106 @@ class DeMo(Optimizer):
         return loss
 
     def _step_together(self) -> None:
+        self.synchronize()
         self._check_group_is_known()
         self.traffic.start_step()
         self._refresh()
-        if not self._roll_call():
-            self.num_skipped_steps += 1
+        self._announce_plan_if_new()
+        attempt = self._attempt()
+        if attempt is None:
             return
-        groups = [self._group_step(group) for group in self.param_groups]
-        everyone = self._exchange(groups)
-        for bucket, payloads_RB in zip(self._plan.buckets, everyone, strict=True):
-            self._local.apply_(bucket, groups, payloads_RB, self._combine)
-        for group in self.param_groups:
-            group["num_steps"] += 1
-
-    def _exchange(self, groups: list[GroupStep]) -> list[Tensor]:
-        """Encode every bucket, send it, and return everyone's checked payloads (R, B) per bucket.
-
-        If anything fails, the momenta are given back what was taken from them, and payloads that are still owed are sent as
-        given up: the others then stop at once too, and the next exchange finds all replicas at the same place.
-        """
-        encodings = [self._local.empty(bucket) for bucket in self._plan.buckets]
-        pending: list[Pending] = []
+        attempt.exchange_(self._transport, self.traffic)
+        if self._local.is_fused and not attempt.header.fingerprint:
+            attempt.finish_on_device_(self._combine)
+            self._count(1)
+            self._unsettled = attempt
+            if not any(device.type == "cuda" for device in self._local.verdicts):
+                self.synchronize()
+            return
         try:
-            for bucket, encoding in zip(self._plan.buckets, encodings, strict=True):
-                self._local.encode_(bucket, groups, encoding)
-                pending.append(self._send(bucket, encoding, self._header(bucket, self.replica)))
-            with self.traffic.waiting():
-                everyone = [exchange.wait() for exchange in pending]
-            for bucket, payloads_RB in zip(self._plan.buckets, everyone, strict=True):
-                others = [replica for replica in range(self.num_replicas) if replica != self.replica]
-                check_received(bucket, payloads_RB, partial(self._header, bucket), others, self._is_fused)
-        except BaseException as error:
-            for bucket, encoding in zip(self._plan.buckets, encodings, strict=True):
-                self._local.undo_(bucket, groups, encoding)
-            if not isinstance(error, ThinwireError):
-                self._give_up(encodings, len(pending))
+            may_step = self._may_step(attempt)
+        except BaseException:
+            attempt.undo_()
             raise
-        return everyone
+        if may_step:
+            attempt.apply_(self._combine)
+            self._count(1)
+        else:
+            attempt.undo_()
 
-    @property
-    def _is_fused(self) -> bool:
-        """Whether payloads are made, and so sealed and checked, by the fused kernels alone."""
-        return self._local.backends == {"triton"}
+    def synchronize(self) -> None:
+        """Wait for the last step, and raise what is wrong with it.
 
-    def _send(self, bucket: Bucket, encoding: Encoding, header: Header) -> Pending:
-        seal_(encoding.payload_B, header, self._is_fused)
-        self.traffic.add(bucket.payload_bytes, self.num_replicas)
-        return self._transport.start_all_gather(encoding.payload_B, f"exchange of step {header.step}, bucket {bucket.index}")
-
-    def _give_up(self, encodings: list[Encoding], num_sent: int) -> None:
-        """After an error of this replica's own: send what it still owes, marked as worthless."""
-        owed = zip(self._plan.buckets[num_sent:], encodings[num_sent:], strict=True)
+        On a GPU the fused backend does not wait for the device: whether the step was taken, or why not, is known later. The
+        next `step`, `state_dict` and the counts of steps wait for it, too. A step that was not taken has changed nothing.
+        """
+        attempt, self._unsettled = self._unsettled, None
+        if attempt is None:
+            return
         try:
-            pending = []
-            for bucket, encoding in owed:
-                header = replace(self._header(bucket, self.replica), gave_up=True)
-                pending.append(self._send(bucket, encoding, header))
-            for exchange in pending:
-                exchange.wait()
-        except ThinwireError as error:
-            _log.warning("could not tell the other replicas that this one gave up: %s", error)
+            attempt.wait(self._timeout_seconds)
+            is_taken = self._may_step(attempt)
+        except BaseException:
+            self._count(-1)
+            raise
+        if not is_taken:
+            self._count(-1)
 
-    def _header(self, bucket: Bucket, replica: int) -> Header:
-        return Header(self._plan.digest, self.num_steps + 1, replica, bucket.index, bucket.body_bytes)
+    def _count(self, steps: int) -> None:
+        for group in self.param_groups:
+            group["num_steps"] += steps
+
+    def _attempt(self) -> Attempt | None:
+        """What all replicas are about to do together; None if this one, alone, leaves the step out."""
+        parameters = [local.parameter for local in self._local.tensors]
+        trouble = first_trouble(parameters, self._from_scaler("found_inf"), finite_checked_later=self._local.is_fused)
+        if trouble.problem and self.num_replicas == 1:
+            self._handle_trouble(0, trouble, self.num_steps + 1)
+            return None
+        compares = not trouble.problem and not self._has_checked_sync and self.num_replicas > 1
+        header = replace(self._header(), trouble=trouble, fingerprint=fingerprint(parameters) if compares else 0)
+        groups = [self._group_step(group) for group in self.param_groups]
+        if self._encodings is None:
+            place = (self.replica, self.num_replicas)
+            self._encodings = [self._local.empty(bucket, *place) for bucket in self._plan.buckets]
+        buckets = list(zip(self._plan.buckets, self._encodings, strict=True))
+        return Attempt(buckets, self._local, groups, header, self._description())
+
+    def _header(self) -> Header:
+        """Of the step to come; alone, nobody compares digests."""
+        digest = digest_of(self._description()) if self.num_replicas > 1 else self._plan.digest
+        return Header(digest, self.num_steps + 1, self.replica, 0)
+
+    def _may_step(self, attempt: Attempt) -> bool:
+        """Whether all replicas can take this step. False: all skip it. Raises on every replica if they must not go on."""
+        if self.num_replicas == 1 and not self._local.is_fused:
+            return True  # what could be wrong was known before
+        headers = [header for bucket in attempt.headers() for header in bucket]
+        self._check_digests(headers, attempt)
+        for header in headers:
+            if header.gave_up:
+                raise ExchangeError(f"replica {header.replica} gave up step {header.step} because of an error of its own")
+        for header in headers:
+            if header.trouble.problem:
+                return self._handle_trouble(header.replica, header.trouble, header.step)
+        if not self._has_checked_sync:
+            parameters = [local.parameter for local in self._local.tensors]
+            fingerprints = [header.fingerprint for header in headers[: self.num_replicas]]
+            self._has_checked_sync = check_own_gradients(fingerprints, parameters)
+        return True
+
+    def _check_digests(self, headers: list[Header], attempt: Attempt) -> None:
+        if any(header.digest != attempt.header.digest for header in headers):
+            name_the_difference(attempt.description, lambda m, what: self._gather(m, what, self.traffic))
+
+    def _announce_plan_if_new(self) -> None:
+        """All replicas must change their plan at the same step, and must learn it if one of them did not."""
+        if self.num_replicas > 1 and self._plan.digest != self._agreed_plan.digest:
+            description, header = self._description(), self._header()
+            everyone = announce_plan(self._agreed_plan.buckets, header, self._transport, self.traffic)
+            if any(other.digest != header.digest for other in everyone):
+                name_the_difference(description, lambda m, what: self._gather(m, what, self.traffic))
+            self._agreed_plan = self._plan
 
     def _group_step(self, group: dict[str, Any]) -> GroupStep:
         lr = float(lr_of(group))  # type: ignore[arg-type]
@@ -279,6 +334,7 @@ class DeMo(Optimizer):
             hyper=Hyper(lr, group["num_steps"] + 1, tuple(group["betas"]), group["eps"]),
             weight_decay=group["weight_decay"],
             chunk=group["chunk"],
+            trouble=Problem.NONFINITE if grad_scale is None else Problem.OVERFLOW,
         )
 
     def _from_scaler(self, name: str) -> float | None:
@@ -286,35 +342,21 @@ class DeMo(Optimizer):
         value = getattr(self, name, None)
         return None if value is None else float(value)
 
-    # Agreement: everything that must be known before anything is changed.
+    # Agreement.
 
-    def _roll_call(self) -> bool:
-        """Whether all replicas can take this step. False: all skip it. Raises on every replica if they must not go on."""
-        parameters = [local.parameter for local in self._local.tensors]
-        problem, tensor = first_problem(parameters, self._from_scaler("found_inf"))
-        if self.num_replicas == 1:
-            answers = [Answer(problem, tensor)]
-        else:
-            compares = problem is Problem.NONE and not self._has_checked_sync
-            mine = Answer(problem, tensor, fingerprint(parameters) if compares else 0)
-            answers = hold_roll_call(self._description(), mine, lambda m, what: self._gather(m, what, self.traffic))
-        for replica, answer in enumerate(answers):
-            if answer.problem is not Problem.NONE:
-                return self._handle_problem(replica, answer)
-        if not self._has_checked_sync:
-            self._has_checked_sync = check_own_gradients([answer.gradient_fingerprint for answer in answers], parameters)
-        return True
-
-    def _handle_problem(self, replica: int, answer: Answer) -> bool:
-        name = self._plan.tensors[answer.tensor].name if 0 <= answer.tensor < len(self._plan.tensors) else "a tensor"
-        if answer.problem is Problem.SPARSE:
+    def _handle_trouble(self, replica: int, trouble: Trouble, step: int) -> bool:
+        """Raise, or say that the step is skipped."""
+        known = 0 <= trouble.tensor < len(self._plan.tensors)
+        name = self._plan.tensors[trouble.tensor].name if known else "a tensor"
+        if trouble.problem is Problem.SPARSE:
             raise TypeError(f"replica {replica} has a sparse gradient for {name}; DeMo needs dense gradients")
-        if answer.problem is Problem.NONFINITE and self._on_nonfinite == "raise":
+        if trouble.problem is Problem.NONFINITE and self._on_nonfinite == "raise":
             raise NonFiniteGradientError(
-                f"replica {replica} has NaN or Inf in the gradient of {name} at step {self.num_steps + 1} (a norm that "
-                "overflows counts as Inf); nothing was changed on any replica. on_nonfinite='skip' leaves such steps out"
+                f"replica {replica} has NaN or Inf in the gradient of {name} at step {step} (what is too large "
+                "to be squared counts as Inf); no replica took the step. on_nonfinite='skip' leaves such steps out"
             )
         _log.warning("step skipped on all replicas: replica %d has NaN or Inf in the gradient of %s", replica, name)
+        self._num_skipped_steps += 1
         return False
 
     def _description(self) -> list[str]:
@@ -329,14 +371,15 @@ class DeMo(Optimizer):
     def _gather(self, message_B: Tensor, what: str, meter: Traffic | Count) -> Tensor:
         meter.add(message_B.numel(), self.num_replicas)
         with meter.waiting():
-            return self._transport.start_all_gather(message_B, what).wait()
+            return all_gather(self._transport, message_B, what)
 
     def _agree_and_synchronise(self, groups: list[dict[str, Any]]) -> None:
         """Compare descriptions with all replicas, then take over replica 0's parameters."""
+        self._agreed_plan = self._plan
         if self.num_replicas == 1:
             return
         setup = self.traffic.setup
-        hold_roll_call(self._description(), Answer(), lambda message, what: self._gather(message, what, setup))
+        hold_roll_call(self._description(), lambda message, what: self._gather(message, what, setup))
         if not self._sync_parameters:
             return
         for group in groups:
@@ -359,6 +402,8 @@ class DeMo(Optimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"a parameter group must be a dict, got {type(param_group).__name__}")
         check_group({**self.defaults, **param_group})
+        if self._is_ready:
+            self.synchronize()
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group["num_steps"] = 0
@@ -414,6 +459,7 @@ class DeMo(Optimizer):
         for index, (spec, parameter) in enumerate(trained):
             tensors.append(self._local_tensor(plan, index, spec, parameter))
         self._plan, self._local, self._planned_signature = plan, LocalStep(plan, tensors, self._backend), self._signature()
+        self._encodings = None
 
     def _local_tensor(self, plan: ExchangePlan, index: int, spec: TensorSpec, parameter: Tensor) -> LocalTensor:
         check_parameter(parameter, spec.name)
@@ -438,6 +484,7 @@ class DeMo(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict, and under ``thinwire`` whose residual momentum it holds."""
+        self.synchronize()
         self._refresh()
         return {**super().state_dict(), checkpoint.KEY: checkpoint.identity(self)}
 
@@ -449,6 +496,7 @@ class DeMo(Optimizer):
         replica, replica count or plan; ``keep`` takes it whosever it is, where the shapes fit; ``zero`` starts without.
         """
         check_choice("residual", residual, checkpoint.RESIDUAL_POLICIES)
+        self.synchronize()
         self._refresh()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict

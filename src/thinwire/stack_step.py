@@ -7,6 +7,7 @@ from torch import Tensor
 
 from thinwire.core.update_rules import Hyper, UpdateRule
 from thinwire.exchange.plan import Stack
+from thinwire.wire.payload import Problem
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,13 @@ class GroupStep:
     hyper: Hyper
     weight_decay: float
     chunk: int
+    trouble: Problem = Problem.NONFINITE
+    """What it is if a gradient has NaN or Inf in it."""
+
+    @property
+    def weight_factor(self) -> float:
+        """What weight decay leaves of a parameter."""
+        return 1 - self.hyper.lr * self.weight_decay
 
 
 class StackStep(Protocol):
@@ -26,7 +34,7 @@ class StackStep(Protocol):
 
     def encode_(self, group: GroupStep, payload_B: Tensor) -> None:
         """Accumulate the gradients into the momenta, and move the strongest coefficients from there into the stack's
-        records, which are 0 before."""
+        records, which are 0 before. Does not wait for the device if the backend can do without."""
         ...
 
     def undo_(self, group: GroupStep, payload_B: Tensor) -> None:

@@ -198,7 +198,7 @@ def _apply_piece_(local: LocalTensor, target: Tensor, piece: Piece, direction: T
     else:
         parts = [chunks_view(bands_of(whole, layout, start, stop), layout) for whole in wholes]
         direction = direction.view(parts[0].shape)
-    _change_(parts[0], direction, dict(zip(local.rule_state, parts[1:], strict=True)), group)
+    _change_(parts[0], direction, dict(zip(local.rule_state, parts[1:], strict=True)), group, group.weight_factor)
 
 
 def _apply_whole_(
@@ -211,20 +211,24 @@ def _apply_whole_(
     part = crop_to_rows(direction, layout, piece.start, piece.stop)
     rows_of(wholes[piece.tensor], layout, piece.start, piece.stop).copy_(part)
     if piece.ends_tensor:
-        change_whole_(local, target, wholes.pop(piece.tensor), group)
+        change_whole_(local, target, wholes.pop(piece.tensor), group, group.weight_factor)
 
 
-def change_whole_(local: LocalTensor, target: Tensor, direction: Tensor, group: GroupStep) -> None:
+def change_whole_(
+    local: LocalTensor, target: Tensor, direction: Tensor, group: GroupStep, weight_factor: float | Tensor
+) -> None:
     """A rule on whole matrices, with the direction of the whole tensor; ``target`` is the parameter or a copy of it."""
     shape = matrix_shape(tuple(target.shape), group.chunk)
-    _change_(target.view(shape), direction.view(shape), local.rule_state, group)
+    _change_(target.view(shape), direction.view(shape), local.rule_state, group, weight_factor)
 
 
-def _change_(parameter: Tensor, direction: Tensor, state: dict[str, Tensor], group: GroupStep) -> None:
+def _change_(
+    parameter: Tensor, direction: Tensor, state: dict[str, Tensor], group: GroupStep, weight_factor: float | Tensor
+) -> None:
     """Weight decay and update rule, computed in the direction's dtype and rounded once to the parameter's."""
     target = parameter.to(direction.dtype)
     if group.weight_decay:
-        target.mul_(1 - group.hyper.lr * group.weight_decay)
+        target.mul_(weight_factor)
     group.rule.apply_(target, direction, state, group.hyper)
     if target is not parameter:
         parameter.copy_(target)

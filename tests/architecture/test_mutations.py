@@ -106,10 +106,24 @@ MUTATIONS = [
     ),
     Mutation(
         "a failed exchange is not undone",
-        "optimizer.py",
-        "                self._local.undo_(bucket, groups, encoding)",
-        "                pass",
-        "tests/contracts/test_transports.py::test_a_damaged_payload_stops_the_step_before_anything_changes",
+        "attempt.py",
+        "        self._local.set_verdict_(1)\n        for bucket, encoding in self._buckets:",
+        "        self._local.set_verdict_(1)\n        for bucket, encoding in self._buckets[:0]:",
+        "tests/contracts/test_transports.py::test_a_damaged_payload_stops_the_step_before_anything_changes[70-checksum-torch]",
+    ),
+    Mutation(
+        "the fused step is applied against the verdict",
+        "kernels/decode.py",
+        "tl.load(verdict_ptr) == 0",
+        "tl.load(verdict_ptr) >= 0",
+        "tests/numerics/test_backends.py::test_nothing_is_applied_if_the_verdict_says_so[cpu-adamw]",
+    ),
+    Mutation(
+        "the device does not compare digests",
+        "kernels/checks.py",
+        "(column <= PLACE) & (header != wanted)",
+        "(column == 0) & (header != wanted)",
+        "tests/unit/test_sealing.py::test_damage_and_what_a_sender_says_stop_a_step[cpu-True]",
     ),
     Mutation(
         "all replicas see the same examples",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thinwire import DeMo, fused
+from thinwire import DeMo, NonFiniteGradientError, fused
 from thinwire.core.combine import COMBINE_RULES
 from thinwire.core.reference import Oracle, strongest
 from thinwire.core.update_rules import UPDATE_RULES, Hyper
@@ -16,6 +16,7 @@ from thinwire.exchange.plan import Coding, ExchangePlan, TensorSpec, make_plan
 from thinwire.local_step import Encoding, LocalStep
 from thinwire.slabs import LocalTensor
 from thinwire.stack_step import GroupStep, stack_records
+from thinwire.wire.payload import PROBLEM_WORD, Problem, Trouble
 from thinwire.wire.values import VALUE_CODECS
 
 pytest.importorskip("triton", reason="triton has no build for this platform")
@@ -227,17 +228,113 @@ def compare_applied(
 
 
 @pytest.mark.parametrize("values", ["sign", "int4", "float32"])
-def test_an_encoding_can_be_undone(values: str, device: torch.device) -> None:
+@pytest.mark.parametrize("momentum_dtype", [torch.float32, torch.bfloat16])
+def test_an_encoding_is_undone_if_the_verdict_says_so(
+    values: str, momentum_dtype: torch.dtype, device: torch.device
+) -> None:
     plan = plan_for([(40, 50), (30,)], values=values, dense_below=40)
-    parameters, momenta = parameters_for([(40, 50), (30,)], device), momenta_for(plan, device)
+    parameters, momenta = parameters_for([(40, 50), (30,)], device), momenta_for(plan, device, momentum_dtype)
     parameters[0].grad = torch.randn_like(parameters[0])
-    step: LocalStep
-    encoding: Encoding
-    _, after, step, encoding = encoded(plan, "triton", parameters, momenta, group_step())
-    assert not torch.allclose(after[0], momenta[0], atol=1e-3)
+    for verdict in (0, 1):
+        step: LocalStep
+        encoding: Encoding
+        _, after, step, encoding = encoded(plan, "triton", parameters, momenta, group_step())
+        as_encoded = [momentum.clone() for momentum in after]
+        step.set_verdict_(verdict)
+        step.undo_(plan.buckets[0], [group_step()], encoding)
+        for found, expected in zip(after, momenta if verdict else as_encoded, strict=True):
+            rounding = 1e-5 if momentum_dtype == torch.float32 else 0.1
+            assert torch.allclose(found, expected, atol=rounding if verdict else 0)
+        assert not torch.allclose(as_encoded[0], momenta[0], atol=0.2)
+
+
+@pytest.mark.parametrize("rule", ["adamw", "muon"])
+def test_nothing_is_applied_if_the_verdict_says_so(rule: str, device: torch.device) -> None:
+    shapes: Shapes = [(40, 50), (48, 32)]
+    plan = plan_for(shapes)
+    parameters = parameters_for(shapes, device)
+    payload_B = encoded(plan, "torch", parameters, momenta_for(plan, device), group_step())[0]
+    step = local_step(plan, "triton", parameters, momenta_for(plan, device), rule)
+    before = [t.clone() for tensor in step.tensors for t in (tensor.parameter.data, *tensor.rule_state.values())]
+    step.set_verdict_(1)
+    with torch.no_grad():
+        step.apply_(plan.buckets[0], [group_step(rule)], payload_B[None], "mean_over_senders")
+    after = [t for tensor in step.tensors for t in (tensor.parameter.data, *tensor.rule_state.values())]
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 2.0**64])
+def test_a_gradient_that_is_not_finite_is_reported_and_leaves_its_chunk_alone(bad: float, device: torch.device) -> None:
+    shapes: Shapes = [(32, 48), (7,), (40, 50)]
+    plan = plan_for(shapes, dense_below=8)
+    parameters, momenta = parameters_for(shapes, device), momenta_for(plan, device)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    parameters[1].grad[3] = parameters[2].grad[20, 3] = parameters[2].grad[39, 49] = bad
+    payload_B, after, step, encoding = encoded(plan, "triton", parameters, momenta, group_step())
+    word = int(payload_B.view(torch.int64)[PROBLEM_WORD])
+    assert Trouble.unpack(word) == Trouble(Problem.NONFINITE, 1)
+    assert all(momentum.isfinite().all() for momentum in after)
+    step.set_verdict_(1)
     step.undo_(plan.buckets[0], [group_step()], encoding)
     for found, expected in zip(after, momenta, strict=True):
         assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_all_replicas_leave_a_step_out_together(policy: str, device: torch.device) -> None:
+    """As in `test_optimizer`, but where the device decides."""
+
+    def train(transport: Any) -> tuple[Tensor, str, int, int]:
+        torch.manual_seed(transport.replica)
+        parameter = nn.Parameter(torch.randn(32, 48).to(device))
+        options: dict[str, Any] = {"chunk": 16, "topk": 12, "dense_below": 0, "weight_decay": 0.1, "backend": "triton"}
+        optimizer = DeMo([("w", parameter)], lr=0.05, transport=transport, on_nonfinite=policy, **options)
+        said = ""
+        for step in range(4):
+            parameter.grad = torch.randn(32, 48).to(device)
+            before, momentum = parameter.detach().clone(), optimizer.state[parameter]["momentum"].clone()
+            if step == 2 and transport.replica == 1:
+                parameter.grad[3, 3] = torch.nan
+            try:
+                optimizer.step()
+                optimizer.synchronize()
+            except NonFiniteGradientError as error:
+                said = str(error)
+            if step == 2:
+                assert torch.equal(parameter, before)
+                assert torch.allclose(optimizer.state[parameter]["momentum"], momentum, atol=1e-5)
+        return parameter.detach(), said, optimizer.num_steps, optimizer.num_skipped_steps
+
+    results = run_replicas(train, 2)
+    for parameter, said, num_steps, num_skipped in results:
+        assert torch.equal(parameter, results[0][0])
+        assert num_steps == 3
+        assert num_skipped == (policy == "skip")
+        assert (policy == "skip") == (said == "")
+        assert policy == "skip" or said.startswith("replica 1 has NaN or Inf in the gradient of w at step 3")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("update", ["sign", "adamw", "muon"])
+def test_a_step_does_not_wait_for_the_gpu_and_allocates_nothing(update: str) -> None:
+    parameters = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in ((256, 320), (100, 130), (64,))]
+    optimizer = DeMo(parameters, lr=1e-3, update=update, backend="triton")
+    for step in range(6):
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        torch.cuda.synchronize()
+        if step == 3:
+            allocated = torch.cuda.memory_stats()["segment.all.allocated"]
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.step()
+        finally:
+            if step == 5:
+                torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["segment.all.allocated"] == allocated
+    assert optimizer.num_steps == 6
 
 
 @pytest.mark.parametrize("update", ["sign", "muon"])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from thinwire import DeMo
 from thinwire.exchange.loopback import run_replicas
+from thinwire.exchange.transport import all_gather
 
 peer = pytest.importorskip("pytorch_optimizer")
 
@@ -97,7 +98,7 @@ def test_two_replicas(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> No
 
     def work(transport: Any) -> tuple[list[Tensor], list[Tensor]]:
         def gather(output: list[Tensor], mine: Tensor, group: object = None, async_op: bool = False) -> Any:
-            everyone = transport.start_all_gather(mine.contiguous().view(-1).view(torch.uint8), "peer").wait()
+            everyone = all_gather(transport, mine.contiguous().view(-1).view(torch.uint8), "peer")
             for place, row in zip(output, everyone, strict=True):
                 place.copy_(row.view(mine.dtype).view(mine.shape))
             return type("Done", (), {"wait": staticmethod(lambda: None)})

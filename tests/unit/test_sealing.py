@@ -1,19 +1,22 @@
 """The fused checks find what the plain ones find, and nothing else."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from thinwire.core.errors import ExchangeError, PayloadError
+from thinwire.core.errors import PayloadError
 from thinwire.core.selection import select_topk
 from thinwire.exchange.plan import Bucket, Coding, ExchangePlan, TensorSpec, make_plan
-from thinwire.sealing import check_received, seal_
+from thinwire.sealing import empty_findings, inspect_, open_, read_findings, seal_
 from thinwire.stack_step import stack_records
 from thinwire.wire.codec import ChunkCodec
-from thinwire.wire.payload import Header, checksum
+from thinwire.wire.payload import Header, Problem, Trouble, checksum
 from thinwire.wire.values import VALUE_CODECS
 
 pytest.importorskip("triton", reason="triton has no build for this platform")
+from thinwire.kernels import checks
 
 
 def bucket_of(values: str, chunk: int, topk: int) -> tuple[ExchangePlan, Bucket]:
@@ -32,23 +35,36 @@ def random_records(codec: ChunkCodec, num_chunks: int) -> Tensor:
 
 
 def sealed(bucket: Bucket, header: Header, device: torch.device) -> Tensor:
-    payload_B = torch.zeros(bucket.payload_bytes, dtype=torch.uint8)
+    payload_B = torch.empty(bucket.payload_bytes, dtype=torch.uint8, device=device)
+    open_(payload_B, header)
     for stack in bucket.stacks:
         stack_records(payload_B, stack).copy_(random_records(stack.codec, stack.num_chunks))
-    payload_B = payload_B.to(device)
-    seal_(payload_B, header, fused=True)
+    seal_(payload_B, fused=True)
     return payload_B
 
 
-def verdict(bucket: Bucket, payloads_RB: Tensor, plan: ExchangePlan, fused: bool) -> str:
-    def header_of(replica: int) -> Header:
-        return Header(plan.digest, 3, replica, 0, bucket.body_bytes)
+def reseal(payload_B: Tensor) -> None:
+    """As a peer would that means harm."""
+    payload_B[56:64] = 0
+    seal_(payload_B, fused=True)
 
+
+def verdict(bucket: Bucket, payloads_RB: Tensor, plan: ExchangePlan, fused: bool) -> str:
+    findings_RW = empty_findings(bucket, len(payloads_RB), payloads_RB.device)
+    against = torch.zeros(1, dtype=torch.int32, device=payloads_RB.device)
+    if fused:
+        checks.inspect_(payloads_RB, [(s.codec, s.offset_bytes, s.num_chunks) for s in bucket.stacks], findings_RW)
+        checks.judge_(payloads_RB, 0, findings_RW, against)
+    else:
+        inspect_(bucket, payloads_RB, findings_RW)
     try:
-        check_received(bucket, payloads_RB, header_of, range(len(payloads_RB)), fused)
-    except (PayloadError, ExchangeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "sound"
+        headers = read_findings(bucket, findings_RW.cpu(), Header(plan.digest, 3, 0, 0))
+    except PayloadError as error:
+        assert not fused or int(against) == 1
+        return str(error)
+    is_sound = all(h.digest == plan.digest and not h.gave_up and not h.trouble.problem for h in headers)
+    assert not fused or int(against) == (not is_sound), "device and host must come to the same verdict"
+    return "sound" if is_sound else str(headers)
 
 
 # Every value codec, and every index codec: fixed width, Elias-Fano, bitmap, all.
@@ -59,7 +75,7 @@ CODINGS += [("sign", 16, 1), ("sign", 8, 15), ("sign", 8, 40), ("int8", 8, 64)]
 @pytest.mark.parametrize(("values", "chunk", "topk"), CODINGS)
 def test_sound_payloads_pass_and_damage_is_found_alike(values: str, chunk: int, topk: int, device: torch.device) -> None:
     plan, bucket = bucket_of(values, chunk, topk)
-    headers = [Header(plan.digest, 3, replica, 0, bucket.body_bytes) for replica in range(2)]
+    headers = [Header(plan.digest, 3, replica, 0) for replica in range(2)]
     payloads_RB = torch.stack([sealed(bucket, header, device) for header in headers])
     assert verdict(bucket, payloads_RB, plan, fused=True) == verdict(bucket, payloads_RB, plan, fused=False) == "sound"
     generator = torch.Generator().manual_seed(topk)
@@ -68,7 +84,7 @@ def test_sound_payloads_pass_and_damage_is_found_alike(values: str, chunk: int, 
         damaged = payloads_RB.clone()
         flips = torch.randint(64, bucket.payload_bytes, (2,), generator=generator)
         damaged[1, flips] ^= (1 << torch.randint(0, 8, (2,), generator=generator)).to(torch.uint8).to(device)
-        seal_(damaged[1], headers[1], fused=True)  # as a peer would that means harm
+        reseal(damaged[1])
         expected = verdict(bucket, damaged, plan, fused=False)
         assert verdict(bucket, damaged, plan, fused=True) == expected
         found.append(expected)
@@ -77,34 +93,41 @@ def test_sound_payloads_pass_and_damage_is_found_alike(values: str, chunk: int, 
             records = stack_records(noise[1], stack)
             one = int(torch.randint(0, stack.num_chunks, (1,), generator=generator))
             records[one] = torch.randint(0, 256, records[one].shape, generator=generator).to(torch.uint8).to(device)
-        seal_(noise[1], headers[1], fused=True)
+        reseal(noise[1])
         found.append(verdict(bucket, noise, plan, fused=True))
         assert found[-1] == verdict(bucket, noise, plan, fused=False)
     assert topk == 64 or any(text != "sound" for text in found)
 
 
-def test_the_checksum_is_the_same_and_a_damaged_word_is_named(device: torch.device) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_damage_and_what_a_sender_says_stop_a_step(fused: bool, device: torch.device) -> None:
     plan, bucket = bucket_of("sign", 16, 9)
-    payload_B = sealed(bucket, Header(plan.digest, 3, 0, 0, bucket.body_bytes), device)
-    words = payload_B.view(torch.int64)
-    assert int(checksum(words)) == int(words[7])
-    payload_B[100] ^= 1
-    assert "checksum" in verdict(bucket, payload_B[None], plan, fused=True)
-    late = sealed(bucket, Header(plan.digest, 2, 0, 0, bucket.body_bytes), device)
-    assert "has step 2, expected 3" in verdict(bucket, late[None], plan, fused=True)
-    given_up = sealed(bucket, Header(plan.digest, 3, 0, 0, bucket.body_bytes, gave_up=True), device)
-    assert verdict(bucket, given_up[None], plan, fused=True).startswith("ExchangeError: replica 0 gave up")
-    assert "has 8 bytes" in verdict(bucket, payload_B[None, :8], plan, fused=True)
+    first, header = sealed(bucket, Header(plan.digest, 3, 0, 0), device), Header(plan.digest, 3, 1, 0)
+
+    def of(payload_B: Tensor) -> str:
+        return verdict(bucket, torch.stack([first, payload_B]), plan, fused)
+
+    assert int(checksum(first.view(torch.int64))) == int(first.view(torch.int64)[7])
+    damaged = sealed(bucket, header, device)
+    damaged[100] ^= 1
+    assert "checksum" in of(damaged)
+    assert "has step 2, expected 3" in of(sealed(bucket, replace(header, step=2), device))
+    assert "has replica 2, expected 1" in of(sealed(bucket, replace(header, replica=2), device))
+    assert "has bucket 1, expected 0" in of(sealed(bucket, replace(header, bucket=1), device))
+    assert "gave_up=True" in of(sealed(bucket, replace(header, gave_up=True), device))
+    assert "NONFINITE" in of(sealed(bucket, replace(header, trouble=Trouble(Problem.NONFINITE, 1)), device))
+    assert "digest=b'other" in of(sealed(bucket, replace(header, digest=b"other".ljust(16)), device))
+    assert of(sealed(bucket, replace(header, fingerprint=5), device)) == "sound"
 
 
 def test_an_index_that_comes_twice_is_found(device: torch.device) -> None:
     plan, bucket = bucket_of("sign", 16, 9)
-    header = Header(plan.digest, 3, 0, 0, bucket.body_bytes)
+    header = Header(plan.digest, 3, 0, 0)
     payload_B = sealed(bucket, header, device)
     stack = max(bucket.stacks, key=lambda stack: stack.num_chunks)
     codec = stack.codec
     twice = torch.tensor([[3, 3, 5, 9, 20, 21, 40, 80, 99]])
     records = stack_records(payload_B, stack)
     records[2:3] = codec.encode(twice, torch.ones(1, 9)).records_CB.to(device)
-    seal_(payload_B, header, fused=True)
+    reseal(payload_B)
     assert "malformed record for chunk 2 of 6" in verdict(bucket, payload_B[None], plan, fused=True)

@@ -3,9 +3,8 @@
 All contenders of a run share parameters and gradients: only the time of a step matters here, not where it leads.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +12,13 @@ from torch import Tensor, nn
 from thinwire.core.layout import empty_momentum
 from thinwire.core.update_rules import UPDATE_RULES, Hyper
 from thinwire.exchange.plan import Coding, ExchangePlan, TensorSpec, make_plan
-from thinwire.exchange.transport import Pending, Ready
+from thinwire.exchange.transport import Done, Pending
 from thinwire.local_step import LocalStep
 from thinwire.optimizer import DeMo
 from thinwire.sealing import seal_
 from thinwire.slabs import LocalTensor
 from thinwire.stack_step import GroupStep
+from thinwire.wire.payload import HEADER_BYTES
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -121,9 +121,8 @@ class LocalWorld:
         return self._bucket.payload_bytes
 
     def refresh(self) -> None:
-        """A momentum that has seen much: random, and the same kind of random at every step."""
-        for tensor in self._tensors:
-            tensor.momentum_CE.normal_()
+        """Random momenta."""
+        _shake([tensor.momentum_CE for tensor in self._tensors])
 
     def encode(self) -> None:
         """From gradients to a payload."""
@@ -150,57 +149,60 @@ class LocalWorld:
 
 
 class EchoTransport:
-    """A wire without length: the other replicas agree with this one and send what they were given beforehand."""
+    """A wire without length: what the other replicas say is there already, and they agree with this one."""
 
     replica = 0
 
     def __init__(self, num_replicas: int) -> None:
         self.num_replicas = num_replicas
-        self.payloads_RB: Tensor | None = None
 
-    def start_all_gather(self, message_B: Tensor, what: str) -> Pending:
-        """Hand out the payloads, or as many copies of any other message."""
-        if self.payloads_RB is None or message_B.numel() != self.payloads_RB.shape[1]:
-            return Ready(message_B.expand(self.num_replicas, -1))
-        self.payloads_RB[0].copy_(message_B)
-        return Ready(self.payloads_RB)
+    def start_all_gather_(self, messages_RB: Tensor, what: str) -> Pending:
+        """Payloads are left as they are; of any other message everyone sends the same."""
+        if not what.startswith("exchange"):
+            messages_RB.copy_(messages_RB[0].expand_as(messages_RB))
+        return Done()
 
     def broadcast_(self, tensor: Tensor, what: str) -> None:
         """Nothing to do."""
 
 
 def whole_step(parameters: Sequence[nn.Parameter], backend: str, topk: int, replicas: int) -> Contender:
-    """All of ``DeMo.step()`` but the wire: roll call, gradients checked, payload sealed, everyone's checked."""
+    """All of ``DeMo.step()`` but the wire: gradients checked, payload sealed, everyone's checked."""
     device = parameters[0].device
     held = _allocated(device)
-    transport = EchoTransport(replicas)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that replicas who echo have the same gradients
-        optimizer = DeMo(list(parameters), lr=1e-6, topk=topk, backend=backend, transport=transport)
-        (bucket,) = optimizer.plan.buckets
-        momenta = [optimizer.state[parameter]["momentum"] for parameter in parameters]
-        payloads_RB = torch.zeros(replicas, bucket.payload_bytes, dtype=torch.uint8, device=device)
-        groups = [optimizer._group_step(group) for group in optimizer.param_groups]
-        for payload_B in payloads_RB:
-            for momentum in momenta:
-                momentum.normal_()
-            encoding = optimizer._local.empty(bucket)
-            optimizer._local.encode_(bucket, groups, encoding)
-            payload_B.copy_(encoding.payload_B)
-        transport.payloads_RB = payloads_RB
+    optimizer = DeMo(list(parameters), lr=1e-6, topk=topk, backend=backend, transport=EchoTransport(replicas))
+    optimizer._has_checked_sync = True  # an echo has the same gradients
+    (bucket,) = optimizer.plan.buckets
+    momenta = [optimizer.state[parameter]["momentum"] for parameter in parameters]
+    encoding = optimizer._local.empty(bucket, 0, replicas)
+    optimizer._encodings = [encoding]
+    groups = [optimizer._group_step(group) for group in optimizer.param_groups]
+    for payload_B in encoding.payloads_RB.flip(0):
+        _shake(momenta)
+        encoding.payload_B.zero_()
+        optimizer._local.encode_(bucket, groups, encoding)
+        payload_B.copy_(encoding.payload_B)
 
-        def prepare() -> None:
-            for momentum in momenta:
-                momentum.normal_()
-            for replica in range(1, replicas):
-                seal_(payloads_RB[replica], optimizer._header(bucket, replica), fused=optimizer._is_fused)
+    def prepare() -> None:
+        _shake(momenta)
+        for replica in range(1, replicas):
+            header = replace(optimizer._header(), replica=replica)
+            packed = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+            encoding.payloads_RB[replica, :HEADER_BYTES].copy_(packed)
+            seal_(encoding.payloads_RB[replica], optimizer._local.is_fused)
 
-        prepare()
-        optimizer.step()
+    prepare()
+    optimizer.step()
     held_bytes = max(0, _allocated(device) - held - sum(4 * momentum.numel() for momentum in momenta))
     floor_bytes = 20 + (replicas + 1) * bucket.payload_bytes / sum(p.numel() for p in parameters)
     step = {"step": lambda: _call(optimizer)}
     return Contender(f"thinwire {backend}, step()", step, floor_bytes, 4, prepare, topk, replicas, held_bytes)
+
+
+def _shake(momenta: Sequence[Tensor]) -> None:
+    """A momentum that has seen much: random, and the same kind of random at every step."""
+    for momentum in momenta:
+        momentum.normal_()
 
 
 def _allocated(device: torch.device) -> int:

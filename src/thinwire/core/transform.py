@@ -13,6 +13,9 @@ from torch import Tensor
 from thinwire.core.layout import ChunkLayout, chunks_view
 from thinwire.core.scratch import Scratch
 
+GRADIENT_LIMIT = 2.0**64
+"""Gradients with larger values count as infinite: their squares leave the range of float32."""
+
 
 @functools.lru_cache(maxsize=256)
 def dct_basis(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

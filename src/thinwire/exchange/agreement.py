@@ -1,14 +1,13 @@
-"""Do all replicas train the same model with the same settings, and are they fit for this step?
+"""Do all replicas train the same model with the same settings?
 
-Before each step the replicas hold a *roll call*: 64 bytes each with a digest of plan, settings and step, and whether the
-local gradients are finite. Everyone sees the same answers and so takes the same decision, before any momentum is
-touched. Only when digests differ are the full descriptions exchanged, to name the first difference.
+A replica describes plan, settings and step in lines of text, and every payload carries a digest of them. The digests are
+also compared by themselves, in a *roll call*, where there is no payload yet. Only when digests differ are the full
+descriptions exchanged, to name the first difference on every replica.
 """
 
-import enum
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -17,56 +16,34 @@ from thinwire.core.errors import AgreementError
 from thinwire.exchange.plan import digest_of, first_difference
 
 _MAGIC = b"TWRC"
-# magic, problem, digest, tensor, gradient fingerprint, padding
-_ROLL_CALL = struct.Struct("<4sI16sqQ24x")
-ROLL_CALL_BYTES = _ROLL_CALL.size
+# magic, padding, digest
+_ROLL_CALL = struct.Struct("<4s12x16s")
 _LONGEST_DESCRIPTION_BYTES = 1 << 24
 
 AllGather = Callable[[Tensor, str], Tensor]
 
 
-class Problem(enum.IntEnum):
-    """What keeps a replica from taking a step."""
-
-    NONE = 0
-    SPARSE = 1
-    NONFINITE = 2
-    OVERFLOW = 3
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One replica's answer: its problem and the first tensor concerned, a fingerprint of its gradients (0: not taken), and
-    the digest of its description, which `hold_roll_call` fills in."""
-
-    problem: Problem = Problem.NONE
-    tensor: int = -1
-    gradient_fingerprint: int = 0
-    digest: bytes = b""
-
-    def pack(self) -> Tensor:
-        """As 64 bytes."""
-        packed = _ROLL_CALL.pack(_MAGIC, self.problem, self.digest, self.tensor, self.gradient_fingerprint)
-        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+def hold_roll_call(description: Sequence[str], all_gather: AllGather) -> None:
+    """Raise on every replica if two descriptions differ."""
+    mine = _ROLL_CALL.pack(_MAGIC, digest_of(description))
+    rows = all_gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), "roll call")
+    digests = [_unpack(row, replica) for replica, row in enumerate(rows)]
+    if any(digest != digests[0] for digest in digests):
+        name_the_difference(description, all_gather)
 
 
-def hold_roll_call(description: Sequence[str], answer: Answer, all_gather: AllGather) -> list[Answer]:
-    """Exchange answers and return them in replica order; raise on every replica if two descriptions differ."""
-    mine = replace(answer, digest=digest_of(description))
-    rows = all_gather(mine.pack(), "roll call")
-    answers = [_unpack(row, replica) for replica, row in enumerate(rows)]
-    if any(answer.digest != answers[0].digest for answer in answers):
-        raise AgreementError(_what_differs(_exchange_texts("\n".join(description), all_gather)))
-    return answers
-
-
-def _unpack(row_B: Tensor, replica: int) -> Answer:
-    magic, problem, digest, tensor, fingerprint = _ROLL_CALL.unpack(row_B.cpu().numpy().tobytes())
-    if magic != _MAGIC or problem not in list(Problem):
+def _unpack(row_B: Tensor, replica: int) -> bytes:
+    magic, digest = _ROLL_CALL.unpack(row_B.cpu().numpy().tobytes())
+    if magic != _MAGIC:
         raise AgreementError(
             f"replica {replica} answered the roll call with other bytes; do all ranks run the same program and version?"
         )
-    return Answer(Problem(problem), tensor, fingerprint, digest)
+    return bytes(digest)
+
+
+def name_the_difference(description: Sequence[str], all_gather: AllGather) -> NoReturn:
+    """Exchange descriptions that differ, and say where. Collective: all replicas have seen that the digests differ."""
+    raise AgreementError(_what_differs(_exchange_texts("\n".join(description), all_gather)))
 
 
 def _exchange_texts(text: str, all_gather: AllGather) -> list[list[str]]:

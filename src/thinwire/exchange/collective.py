@@ -50,13 +50,14 @@ class CollectiveTransport:
         self._roster = _Roster(_store_of(group), f"thinwire/{next(_instances)}", self.replica, self.num_replicas)
         self._device = _message_device(group)
 
-    def start_all_gather(self, message_B: Tensor, what: str) -> Pending:
-        """Begin one all-gather. The result arrives on the device of ``message_B``."""
-        mine = message_B.to(self._device or message_B.device).contiguous()
-        everyone = torch.empty(self.num_replicas * mine.numel(), dtype=mine.dtype, device=mine.device)
-        work = self._start(lambda: _all_gather(everyone, mine, self._group), what)
-        gathered = everyone.view(self.num_replicas, -1)
-        return _Gather(self, work, what, gathered, message_B.device)
+    def start_all_gather_(self, messages_RB: Tensor, what: str) -> Pending:
+        """Begin one all-gather, in place where the group can reach the device of the messages."""
+        everyone = messages_RB
+        if self._device is not None and self._device != messages_RB.device:
+            everyone = torch.empty(messages_RB.shape, dtype=messages_RB.dtype, device=self._device)
+            everyone[self.replica] = messages_RB[self.replica]
+        work = self._start(lambda: _all_gather(everyone.view(-1), everyone[self.replica], self._group), what)
+        return _Gather(self, work, what, everyone, messages_RB)
 
     def broadcast_(self, tensor: Tensor, what: str) -> None:
         """Overwrite ``tensor`` with replica 0's, as bytes, since no backend knows every dtype."""
@@ -100,14 +101,15 @@ class _Gather:
     """An all-gather under way."""
 
     def __init__(
-        self, transport: CollectiveTransport, work: dist.Work, what: str, gathered_RB: Tensor, device: torch.device
+        self, transport: CollectiveTransport, work: dist.Work, what: str, gathered_RB: Tensor, messages_RB: Tensor
     ) -> None:
         self._transport, self._work, self._what = transport, work, what
-        self._gathered_RB, self._device = gathered_RB, device
+        self._gathered_RB, self._messages_RB = gathered_RB, messages_RB
 
-    def wait(self) -> Tensor:
+    def wait(self) -> None:
         self._transport.wait_for(self._work, self._what)
-        return self._gathered_RB.to(self._device)
+        if self._gathered_RB is not self._messages_RB:
+            self._messages_RB.copy_(self._gathered_RB)
 
 
 class _Roster:

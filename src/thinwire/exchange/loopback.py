@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.errors import ExchangeError
-from thinwire.exchange.transport import Pending
+from thinwire.exchange.transport import Pending, all_gather
 
 Result = TypeVar("Result")
 
@@ -59,8 +59,8 @@ class LoopbackHub:
             self._meetings.setdefault(number, _Meeting()).messages[replica] = message
             self._changed.notify_all()
 
-    def collect(self, number: int, what: str) -> Tensor:
-        """Wait until all have come, and return (R, B)."""
+    def collect(self, number: int, what: str) -> list[Tensor]:
+        """Wait until all have come, and return their messages in replica order."""
         with self._changed:
             meeting = self._meetings[number]
             self._changed.wait_for(lambda: self._is_settled(meeting), self._timeout_seconds)
@@ -74,18 +74,21 @@ class LoopbackHub:
                 del self._meetings[number]
         if len({message.numel() for message in messages}) > 1:
             raise ExchangeError(f"{what}: replicas sent {[message.numel() for message in messages]} bytes, not equally many")
-        return torch.stack([message.to(messages[0].device) for message in messages])
+        return messages
 
     def _is_settled(self, meeting: _Meeting) -> bool:
         return all(replica in meeting.messages or replica in self._gone for replica in range(self.num_replicas))
 
 
 class _Posted:
-    def __init__(self, hub: LoopbackHub, number: int, what: str, device: torch.device) -> None:
-        self._hub, self._number, self._what, self._device = hub, number, what, device
+    def __init__(self, hub: LoopbackHub, number: int, what: str, replica: int, messages_RB: Tensor) -> None:
+        self._hub, self._number, self._what = hub, number, what
+        self._replica, self._messages_RB = replica, messages_RB
 
-    def wait(self) -> Tensor:
-        return self._hub.collect(self._number, self._what).to(self._device)
+    def wait(self) -> None:
+        for replica, message in enumerate(self._hub.collect(self._number, self._what)):
+            if replica != self._replica:
+                self._messages_RB[replica].copy_(message)
 
 
 class LoopbackTransport:
@@ -97,18 +100,18 @@ class LoopbackTransport:
         self.num_replicas = hub.num_replicas
         self._num_exchanges = 0
 
-    def start_all_gather(self, message_B: Tensor, what: str) -> Pending:
+    def start_all_gather_(self, messages_RB: Tensor, what: str) -> Pending:
         """Leave a copy for the others."""
         number = self._num_exchanges
         self._num_exchanges += 1
-        self._hub.post(number, self.replica, message_B.clone())
-        return _Posted(self._hub, number, what, message_B.device)
+        self._hub.post(number, self.replica, messages_RB[self.replica].clone())
+        return _Posted(self._hub, number, what, self.replica, messages_RB)
 
     def broadcast_(self, tensor: Tensor, what: str) -> None:
         """Take replica 0's values; an exchange of everyone's bytes, of which all but one are dropped."""
         mine = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        first = self.start_all_gather(mine, what).wait()[0]
-        tensor.copy_(first.to(tensor.device).view(tensor.dtype).view(tensor.shape))
+        first = all_gather(self, mine, what)[0]
+        tensor.copy_(first.view(tensor.dtype).view(tensor.shape))
 
 
 def run_replicas(

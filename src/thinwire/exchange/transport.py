@@ -12,8 +12,8 @@ from torch import Tensor
 class Pending(Protocol):
     """An exchange under way."""
 
-    def wait(self) -> Tensor:
-        """Everyone's bytes (R, B), in replica order."""
+    def wait(self) -> None:
+        """Return when everyone's bytes are there, or, on a GPU, when all that is launched from now on will find them."""
         ...
 
 
@@ -30,8 +30,9 @@ class Transport(Protocol):
         """R."""
         ...
 
-    def start_all_gather(self, message_B: Tensor, what: str) -> Pending:
-        """Begin to send ``message_B`` to all and to receive theirs; ``what`` names the exchange in errors."""
+    def start_all_gather_(self, messages_RB: Tensor, what: str) -> Pending:
+        """Begin to send this replica's row of ``messages_RB`` to all, and to fill in theirs; ``what`` names the exchange
+        in errors. The rows must be left alone until the wait is over; this replica's is never changed."""
         ...
 
     def broadcast_(self, tensor: Tensor, what: str) -> None:
@@ -39,15 +40,19 @@ class Transport(Protocol):
         ...
 
 
-class Ready:
-    """An exchange that needed no wire."""
+def all_gather(transport: Transport, message_B: Tensor, what: str) -> Tensor:
+    """Everyone's messages (R, B), in replica order."""
+    messages_RB = message_B.new_empty(transport.num_replicas, message_B.numel())
+    messages_RB[transport.replica] = message_B
+    transport.start_all_gather_(messages_RB, what).wait()
+    return messages_RB
 
-    def __init__(self, messages_RB: Tensor) -> None:
-        self._messages_RB = messages_RB
 
-    def wait(self) -> Tensor:
-        """The bytes."""
-        return self._messages_RB
+class Done:
+    """An exchange that needs no wait."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
 
 
 class SoloTransport:
@@ -56,9 +61,9 @@ class SoloTransport:
     replica = 0
     num_replicas = 1
 
-    def start_all_gather(self, message_B: Tensor, what: str) -> Pending:
-        """Hand the message back."""
-        return Ready(message_B.unsqueeze(0))
+    def start_all_gather_(self, messages_RB: Tensor, what: str) -> Pending:
+        """Nothing to do."""
+        return Done()
 
     def broadcast_(self, tensor: Tensor, what: str) -> None:
         """Nothing to do."""

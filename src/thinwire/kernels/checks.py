@@ -1,5 +1,11 @@
-"""Checksums of payloads, and whether their records are such as `ChunkCodec.encode` writes: what `thinwire.wire` checks, in
-one pass over the bytes and without memory of their size."""
+"""Checksums of payloads, whether their records are such as `ChunkCodec.encode` writes, and the verdict on a step: what
+`thinwire.wire` checks, in one pass over the bytes and without memory of their size.
+
+What is found is kept in a table of int64, *findings*, a row per replica: the header's words, the checksum, and the first
+bad record of each stack.
+"""
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -11,15 +17,17 @@ from thinwire.kernels.selection import popcount
 from thinwire.kernels.table import codec_constants, codec_low_bits, launching
 from thinwire.kernels.values import decode_values
 from thinwire.wire.codec import ChunkCodec
-from thinwire.wire.payload import CHECKSUM_WORD
+from thinwire.wire.payload import CHECKSUM_WORD, FIRST_WORD, HEADER_WORDS, PLACE_WORD, PROBLEM_WORD
 
 _BLOCK_WORDS = 1024
 _BLOCK_RECORDS = 128
 _EXPONENT: tl.constexpr = tl.constexpr(0x7F800000)
+NO_BAD_RECORD = (1 << 63) - 1
+_NONE: tl.constexpr = tl.constexpr(NO_BAD_RECORD)
 
 
-@triton.jit(do_not_specialize=["num_words"])
-def _checksum_kernel(words_ptr, num_words, sums_ptr, SKIPPED: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num_words", "sums_stride"])
+def _checksum_kernel(words_ptr, num_words, sums_ptr, sums_stride, SKIPPED: tl.constexpr, BLOCK: tl.constexpr):
     """``sum of word_i * weight_i`` modulo 2**64 of each payload; integers, so that any order gives the same sum."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = index < num_words
@@ -29,7 +37,7 @@ def _checksum_kernel(words_ptr, num_words, sums_ptr, SKIPPED: tl.constexpr, BLOC
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
     weights = (mixed ^ (mixed >> 31)) | 1
     weights = tl.where(index == SKIPPED, 0, weights.to(tl.int64, bitcast=True))
-    tl.atomic_add(sums_ptr + tl.program_id(1), tl.sum(words * weights, axis=0), sem="relaxed")
+    tl.atomic_add(sums_ptr + tl.program_id(1) * sums_stride, tl.sum(words * weights, axis=0), sem="relaxed")
 
 
 @triton.jit
@@ -56,9 +64,9 @@ def _follow_marks(
     return valid, slot, before, num_live
 
 
-@triton.jit(do_not_specialize=["payload_words", "num_records", "stack_bytes"])
+@triton.jit(do_not_specialize=["payload_words", "num_records", "stack_bytes", "first_bad_stride"])
 def _records_kernel(
-    words_ptr, payload_words, num_records, stack_bytes, first_bad_ptr,
+    words_ptr, payload_words, num_records, stack_bytes, first_bad_ptr, first_bad_stride,
     NUM_ELEMENTS: tl.constexpr, K: tl.constexpr, RECORD_BYTES: tl.constexpr, RECORD_BITS: tl.constexpr,
     INDICES: tl.constexpr, INDEX_BITS: tl.constexpr, LOW_BITS: tl.constexpr, VALUES: tl.constexpr,
     VALUE_BITS: tl.constexpr, HAS_SCALE: tl.constexpr, NUM_MARKS: tl.constexpr, BLOCK: tl.constexpr,
@@ -110,24 +118,84 @@ def _records_kernel(
         valid = valid & is_finite & ((place < num_live) | (code == 0))
     if RECORD_BITS < RECORD_BYTES * 8:
         valid = valid & (get_bits(record_ptr, begin + RECORD_BITS, there, RECORD_BYTES * 8 - RECORD_BITS) == 0)
-    bad = tl.min(tl.where(there & ~valid, record, num_records), axis=0)
-    tl.atomic_min(first_bad_ptr + tl.program_id(1), bad, sem="relaxed")
+    bad = tl.min(tl.where(there & ~valid, record.to(tl.int64), _NONE), axis=0)
+    tl.atomic_min(first_bad_ptr + tl.program_id(1) * first_bad_stride, bad, sem="relaxed")
 
 
-def add_checksums_(payloads_RB: Tensor, sums_R: Tensor) -> None:
-    """Add the checksum of each payload to ``sums_R`` (int64)."""
-    words = payloads_RB.view(torch.int64)
-    grid = (triton.cdiv(words.shape[1], _BLOCK_WORDS), words.shape[0])
+@triton.jit(do_not_specialize=["payload_words", "own", "width"])
+def _judge_kernel(
+    words_ptr, payload_words, own, findings_ptr, width, verdict_ptr, FIRST_WORD: tl.constexpr, PLACE: tl.constexpr,
+    PROBLEM: tl.constexpr, CHECKSUM: tl.constexpr, HEADER_WORDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A replica's header goes to its findings. The verdict is against the step if the header is not the own one but for
+    the replica's number, tells of a problem, or anything bad was found."""
+    replica = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    in_header = column < HEADER_WORDS
+    header = tl.load(words_ptr + replica.to(tl.int64) * payload_words + column, mask=in_header, other=0)
+    wanted = tl.load(words_ptr + own.to(tl.int64) * payload_words + column, mask=in_header, other=0)
+    wanted = tl.where(column == 0, FIRST_WORD, wanted + tl.where(column == PLACE, replica - own, 0))
+    row_ptr = findings_ptr + replica * width + column
+    found = tl.load(row_ptr, mask=(column >= HEADER_WORDS) & (column < width), other=_NONE)
+    tl.store(row_ptr, header, mask=in_header)
+    is_bad = (column <= PLACE) & (header != wanted)
+    is_bad = is_bad | ((column == PROBLEM) & (header != 0))
+    is_bad = is_bad | ((column > HEADER_WORDS) & (found != _NONE))
+    stated = tl.sum(tl.where(column == CHECKSUM, header, 0))
+    computed = tl.sum(tl.where(column == HEADER_WORDS, found, 0))
+    against = (tl.sum(is_bad.to(tl.int32)) > 0) | (stated != computed)
+    tl.atomic_max(verdict_ptr, against.to(tl.int32), sem="relaxed")
+
+
+def add_checksum_(payload_B: Tensor) -> None:
+    """Add its checksum to the payload's own word for it."""
+    words = payload_B.view(torch.int64)
+    _add_checksums_(words[None], words[CHECKSUM_WORD:], 0)
+
+
+def inspect_(payloads_RB: Tensor, stacks: Sequence[tuple[ChunkCodec, int, int]], findings_RW: Tensor) -> None:
+    """Find checksums and bad records; ``stacks`` are (codec, offset in bytes, number of chunks). Headers come with
+    `judge_`."""
+    findings_RW.fill_(NO_BAD_RECORD)
+    findings_RW[:, HEADER_WORDS] = 0
+    _add_checksums_(payloads_RB.view(torch.int64), findings_RW[:, HEADER_WORDS], findings_RW.stride(0))
+    for column, (codec, offset_bytes, num_chunks) in enumerate(stacks, HEADER_WORDS + 1):
+        _find_bad_records_(payloads_RB, codec, offset_bytes, num_chunks, findings_RW[:, column])
+
+
+def judge_(payloads_RB: Tensor, own_replica: int, findings_RW: Tensor, verdict: Tensor) -> None:
+    """Complete the findings with the headers, and raise ``verdict`` (int32) to 1 if the step must not be applied."""
+    num_replicas, width = findings_RW.shape
     with launching(payloads_RB.device):
-        _checksum_kernel[grid](
-            words, words.shape[1], sums_R, SKIPPED=CHECKSUM_WORD, BLOCK=_BLOCK_WORDS, enable_fp_fusion=False
+        _judge_kernel[(num_replicas,)](
+            payloads_RB.view(torch.int64),
+            payloads_RB.shape[1] // 8,
+            own_replica,
+            findings_RW,
+            width,
+            verdict,
+            FIRST_WORD=FIRST_WORD,
+            PLACE=PLACE_WORD,
+            PROBLEM=PROBLEM_WORD,
+            CHECKSUM=CHECKSUM_WORD,
+            HEADER_WORDS=HEADER_WORDS,
+            BLOCK=triton.next_power_of_2(width),
+            num_warps=1,
+            enable_fp_fusion=False,
         )
 
 
-def find_bad_records_(
-    payloads_RB: Tensor, codec: ChunkCodec, offset_bytes: int, first_bad_R: Tensor, num_records: int
+def _add_checksums_(words_RN: Tensor, sums: Tensor, stride: int) -> None:
+    grid = (triton.cdiv(words_RN.shape[1], _BLOCK_WORDS), words_RN.shape[0])
+    with launching(words_RN.device):
+        _checksum_kernel[grid](
+            words_RN, words_RN.shape[1], sums, stride, SKIPPED=CHECKSUM_WORD, BLOCK=_BLOCK_WORDS, enable_fp_fusion=False
+        )
+
+
+def _find_bad_records_(
+    payloads_RB: Tensor, codec: ChunkCodec, offset_bytes: int, num_records: int, first_bad_R: Tensor
 ) -> None:
-    """Lower ``first_bad_R`` (int32) to the first record of each payload that is not valid."""
     form = codec_constants(codec)
     marks = codec.num_kept + (codec.num_elements >> codec_low_bits(codec))
     with launching(payloads_RB.device):
@@ -137,6 +205,7 @@ def find_bad_records_(
             num_records,
             offset_bytes,
             first_bad_R,
+            first_bad_R.stride(0),
             NUM_ELEMENTS=codec.num_elements,
             RECORD_BITS=codec.record_bits,
             NUM_MARKS=marks if form["INDICES"] == "elias_fano" else codec.num_elements,

@@ -100,7 +100,7 @@ def _apply_rule(
 @triton.jit(do_not_specialize=["first_of_all", "last_of_all", "payload_words", "num_replicas", "stack_bytes"])
 def _decode_kernel(
     rows_ptr, row_of_chunk_ptr, first_of_all, last_of_all, words_ptr, payload_words, num_replicas, stack_bytes,
-    row_basis_ptr, col_basis_ptr, scratch_ptr, lr, weight_factor, beta1, beta2, rest1, rest2,
+    row_basis_ptr, col_basis_ptr, scratch_ptr, verdict_ptr, lr, weight_factor, beta1, beta2, rest1, rest2,
     eps, correction,
     ROW_EDGE: tl.constexpr, COL_EDGE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, DENSE: tl.constexpr, PADDED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr,
@@ -111,6 +111,7 @@ def _decode_kernel(
     RULE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A batch of chunks at a time: first all that was sent for them, into tiles of scratch memory, then the products."""
+    last_of_all = tl.where(tl.load(verdict_ptr) == 0, last_of_all, first_of_all)
     NUM_ELEMENTS: tl.constexpr = ROW_EDGE * COL_EDGE
     WHOLE: tl.constexpr = BLOCK_R * BLOCK_C == NUM_ELEMENTS
     rows = tl.arange(0, BLOCK_R)[:, None]
@@ -240,13 +241,15 @@ def decode_(
     settings: Settings,
     scratch: Scratch,
     chunks: tuple[int, int],
+    verdict: Tensor,
 ) -> None:
-    """Apply everyone's records to the parameters of ``table`` whose chunks are in the range ``chunks``.
+    """Apply everyone's records to the parameters of ``table`` whose chunks are in the range ``chunks``, if ``verdict``
+    (int32) is 0.
 
     The rule ``whole`` writes the direction to where the rule's state would be, and leaves the parameter alone.
     """
     cut, device, (num_replicas, num_bytes) = table.cut, payloads_RB.device, payloads_RB.shape
-    lanes = max(16, triton.next_power_of_2(_num_lanes(codec)))
+    lanes = num_lanes(codec)
     votes = codec.value_name == "sign"
     counter_bits = 4 if num_replicas < 16 else 8 if num_replicas < 256 else 16
     tile_words = triton.cdiv(cut.num_elements, 16) * (counter_bits if votes else 32)
@@ -264,7 +267,8 @@ def decode_(
             offset_bytes,
             padded_basis(cut.row_edge, cut.block_rows, device),
             padded_basis(cut.col_edge, cut.block_cols, device),
-            scratch.take("tiles", (programs * batch * tile_words,), torch.int32, device),
+            scratch.take("words", (programs * batch * tile_words,), torch.int32, device),
+            verdict,
             *settings,
             **cut_constants(cut),
             **codec_constants(codec),
@@ -289,8 +293,10 @@ def _power_of_2_below(number: int) -> int:
     return 1 << (max(1, number).bit_length() - 1)
 
 
-def _num_lanes(codec: ChunkCodec) -> int:
+def num_lanes(codec: ChunkCodec) -> int:
+    """Lanes that `read_records` needs for a record, as a power of two."""
     constants = codec_constants(codec)
+    lanes = codec.num_elements if constants["INDICES"] == "bitmap" else codec.num_kept
     if constants["INDICES"] == "elias_fano":
-        return codec.index_bits - codec.num_kept * int(str(constants["LOW_BITS"]))
-    return codec.num_elements if constants["INDICES"] == "bitmap" else codec.num_kept
+        lanes = codec.index_bits - codec.num_kept * int(str(constants["LOW_BITS"]))
+    return max(16, int(triton.next_power_of_2(lanes)))

@@ -4,9 +4,14 @@ For each chunk, with A and B the DCT bases of its edges: ``m <- decay * m + scal
 a record of the payload, and m loses what the peers will decode from it. The first kernel streams gradients and momenta
 through once and leaves a bit per candidate; the second looks at these few only, so that its many short waits for memory
 hold nothing up.
+
+A chunk whose gradient has NaN, Inf or a value too large in it leaves its momentum as it is and reports its tensor in the
+payload's header, by which everyone knows that this step must not be applied.
 """
 
+import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.core.scratch import Scratch
+from thinwire.core.transform import GRADIENT_LIMIT
 from thinwire.kernels.bits import put_bits, to_dtype
 from thinwire.kernels.selection import among_largest, list_marks, settle_ties, store_marks, threshold
 from thinwire.kernels.table import (
@@ -23,6 +29,7 @@ from thinwire.kernels.table import (
     MOMENTUM,
     NUM_COLUMNS,
     PRECISION,
+    TENSOR,
     TRITON_DTYPES,
     ChunkTable,
     Cut,
@@ -38,18 +45,24 @@ from thinwire.kernels.table import (
 )
 from thinwire.kernels.values import encode_values
 from thinwire.wire.codec import ChunkCodec
+from thinwire.wire.payload import PROBLEM_WORD
+
+_LIMIT_BITS: tl.constexpr = tl.constexpr(struct.unpack("<i", struct.pack("<f", GRADIENT_LIMIT))[0])
 
 
-@triton.jit(do_not_specialize=["first_chunk", "last_chunk"])
+@triton.jit(do_not_specialize=["first_chunk", "last_chunk", "trouble"])
 def _accumulate_kernel(
     rows_ptr, row_of_chunk_ptr, first_chunk, last_chunk, row_basis_ptr, col_basis_ptr, marks_ptr, hints_ptr, decay,
-    gradient_scale,
+    gradient_scale, trouble_ptr, trouble, verdict_ptr,
     ROW_EDGE: tl.constexpr, COL_EDGE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, DENSE: tl.constexpr, PADDED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr,
     GRADIENT_DTYPE: tl.constexpr, MOMENTUM_DTYPE: tl.constexpr, FEWEST: tl.constexpr, MOST: tl.constexpr,
-    STRIDE: tl.constexpr, WORD: tl.constexpr, PRECISION: tl.constexpr,
+    STRIDE: tl.constexpr, WORD: tl.constexpr, PRECISION: tl.constexpr, UNDOES: tl.constexpr,
 ):  # fmt: skip
-    """``m <- decay * m + scale * A g B^T``, and a mark for each of the largest |m|; none with ``MOST`` 0."""
+    """``m <- decay * m + scale * A g B^T``, and a mark for each of the largest |m|; none with ``MOST`` 0.
+
+    One that undoes another does nothing unless the verdict is against the step.
+    """
     NUM_ELEMENTS: tl.constexpr = ROW_EDGE * COL_EDGE
     MARKS: tl.constexpr = BLOCK_R * BLOCK_C // WORD
     rows = tl.arange(0, BLOCK_R)[:, None]
@@ -61,6 +74,8 @@ def _accumulate_kernel(
         side_C = tl.arange(0, BLOCK_C)
         row_basis = tl.load(row_basis_ptr + side_R[:, None] * BLOCK_R + side_R[None, :])
         col_basis = tl.load(col_basis_ptr + side_C[None, :] * BLOCK_C + side_C[:, None])
+    if UNDOES:
+        last_chunk = tl.where(tl.load(verdict_ptr) == 0, first_chunk, last_chunk)
     begin = first_chunk + tl.program_id(0)
     next_row = tl.load(row_of_chunk_ptr + begin, mask=begin < last_chunk, other=0)
     for chunk in range(begin, last_chunk, tl.num_programs(0)):
@@ -72,15 +87,19 @@ def _accumulate_kernel(
             hint_ptr = hints_ptr + tl.load(row_ptr + FIRST_RECORD) + local
             hint = tl.load(hint_ptr)
         momentum_ptr = address(row_ptr, MOMENTUM, MOMENTUM_DTYPE, ALIGNED) + local.to(tl.int64) * NUM_ELEMENTS
-        momentum = load_tile(momentum_ptr + index, in_chunk, FULL) * decay
-        if GRADIENT_DTYPE is not None:
+        momentum = load_tile(momentum_ptr + index, in_chunk, FULL)
+        if GRADIENT_DTYPE is None:
+            momentum = momentum * decay
+        else:
             gradient_ptr = address(row_ptr, GRADIENT, GRADIENT_DTYPE, ALIGNED)
             first, offsets, exists = tile_of(row_ptr, local, rows, cols, ROW_EDGE, COL_EDGE, PADDED, ALIGNED)
             coefficients = load_tile(gradient_ptr + first + offsets, exists, FULL)
+            fits = tl.max(coefficients.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < _LIMIT_BITS
+            tl.atomic_max(trouble_ptr, trouble - tl.load(row_ptr + TENSOR), mask=fits == 0, sem="relaxed")
             if not DENSE:
                 coefficients = tl.dot(coefficients, col_basis, input_precision=PRECISION)
                 coefficients = tl.dot(row_basis, coefficients, input_precision=PRECISION)
-            momentum += coefficients * gradient_scale
+            momentum = tl.where(fits, momentum * decay + coefficients * gradient_scale, momentum)
         rounded = to_dtype(momentum, MOMENTUM_DTYPE)
         store_tile(momentum_ptr + index, rounded, in_chunk, FULL)
         if MOST > 0:
@@ -219,6 +238,16 @@ def _search(cut: Cut, codec: ChunkCodec) -> _Search:
     return _Search(is_exact, most, listed, word, cut.block_rows * cut.block_cols // word)
 
 
+class Settings(NamedTuple):
+    """The numbers of one step: ``m <- decay * m + gradient_scale * T(g)``, of which a ``share`` is sent. ``trouble`` is what
+    a gradient that does not fit puts into the header, less the number of its tensor."""
+
+    decay: float
+    gradient_scale: float
+    share: float
+    trouble: int
+
+
 def encode_(
     table: ChunkTable,
     codec: ChunkCodec,
@@ -227,40 +256,43 @@ def encode_(
     units_C: Tensor,
     hints_C: Tensor,
     scratch: Scratch,
-    settings: tuple[float, float, float],
+    settings: Settings,
 ) -> None:
     """Encode the chunks of ``table`` into the records of a stack that begins at ``offset_bytes``; these bytes must be 0.
 
     ``units_C`` gets the sender's unit of each record, if the codec has one. ``hints_C`` (int32, 0 at first) says where to
-    look for the largest next time; it changes no result. ``settings`` are decay, gradient scale and the share to send.
+    look for the largest next time; it changes no result.
     """
-    decay, gradient_scale, share = settings
     search = _search(table.cut, codec)
     shape = (min(table.num_chunks, _RUN_CHUNKS) * search.stride,)
-    marks = scratch.take("marks", shape, torch.int32, payload_B.device)
+    marks = scratch.take("words", shape, torch.int32, payload_B.device)
     with launching(payload_B.device):
         for first in range(0, table.num_chunks, _RUN_CHUNKS):
             chunks = (first, min(first + _RUN_CHUNKS, table.num_chunks))
-            _accumulate(table, (decay, gradient_scale), chunks, search, codec.num_kept, marks, hints_C)
-            _pack(table, codec, payload_B, offset_bytes, share, chunks, search, marks, units_C)
+            _accumulate(table, settings, payload_B, chunks, search, codec.num_kept, marks, hints_C)
+            _pack(table, codec, payload_B, offset_bytes, settings.share, chunks, search, marks, units_C)
 
 
-def accumulate_(table: ChunkTable, settings: tuple[float, float]) -> None:
-    """``m <- decay * m + gradient_scale * T(g)`` and nothing else."""
+def undo_accumulate_(table: ChunkTable, payload_B: Tensor, settings: Settings, verdict: Tensor) -> None:
+    """Unless ``verdict`` (int32) is 0, take back ``m <- decay * m + gradient_scale * T(g)``. A decay of 0 gives 0."""
+    decay = 1 / settings.decay if settings.decay else 0.0
+    inverse = settings._replace(decay=decay, gradient_scale=-settings.gradient_scale * decay)
     nothing = table.row_of_chunk_C
     search = _Search(is_exact=True, most=0, block_listed=1, word=min(32, table.cut.block_cols), num_marks=1)
-    with launching(nothing.device):
-        _accumulate(table, settings, (0, table.num_chunks), search, 1, nothing, nothing)
+    with launching(payload_B.device):
+        _accumulate(table, inverse, payload_B, (0, table.num_chunks), search, 1, nothing, nothing, verdict)
 
 
 def _accumulate(
     table: ChunkTable,
-    settings: tuple[float, float],
+    settings: Settings,
+    payload_B: Tensor,
     chunks: tuple[int, int],
     search: _Search,
     num_kept: int,
     marks: Tensor,
     hints_C: Tensor,
+    verdict: Tensor | None = None,
 ) -> None:
     cut, device = table.cut, table.rows_NT.device
     _accumulate_kernel[(num_programs(device, chunks[1] - chunks[0], _PROGRAMS_PER_PROCESSOR),)](
@@ -271,7 +303,11 @@ def _accumulate(
         padded_basis(cut.col_edge, cut.block_cols, device),
         marks,
         hints_C,
-        *settings,
+        settings.decay,
+        settings.gradient_scale,
+        payload_B.view(torch.int64)[PROBLEM_WORD:],
+        settings.trouble,
+        marks if verdict is None else verdict,
         **cut_constants(cut),
         GRADIENT_DTYPE=None if table.gradient_dtype is None else TRITON_DTYPES[table.gradient_dtype],
         MOMENTUM_DTYPE=TRITON_DTYPES[table.momentum_dtype],
@@ -280,6 +316,7 @@ def _accumulate(
         STRIDE=search.stride,
         WORD=search.word,
         PRECISION=PRECISION,
+        UNDOES=verdict is not None,
         num_warps=cut.num_warps,
         num_stages=1,
         enable_fp_fusion=True,

@@ -15,8 +15,8 @@ from thinwire.core.transform import dct_basis
 from thinwire.wire.codec import ChunkCodec
 from thinwire.wire.indices import elias_fano_low_bits
 
-# The columns of a table: three addresses, the chunk at which the tensor begins in the launch and in its stack, its cut, and
-# the address of its update rule's state.
+# The columns of a table: three addresses, the chunk at which the tensor begins in the launch and in its stack, its cut, the
+# address of its update rule's state, and its number in the plan.
 GRADIENT = tl.constexpr(0)
 MOMENTUM = tl.constexpr(1)
 PARAMETER = tl.constexpr(2)
@@ -27,7 +27,8 @@ NUM_COLS = tl.constexpr(6)
 CHUNKS_PER_BAND = tl.constexpr(7)
 BANDS_PER_MATRIX = tl.constexpr(8)
 RULE_STATE = tl.constexpr(9)
-NUM_COLUMNS = tl.constexpr(10)
+TENSOR = tl.constexpr(10)
+NUM_COLUMNS = tl.constexpr(11)
 
 _turn = threading.Lock()
 

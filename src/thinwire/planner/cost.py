@@ -18,7 +18,6 @@ In both a rank also transmits what it receives, in the other direction of its li
 
 from dataclasses import dataclass
 
-from thinwire.exchange.agreement import ROLL_CALL_BYTES
 from thinwire.planner.links import Link
 
 # Backward computes two matrix products for each one of forward.
@@ -209,13 +208,12 @@ def thinwire_demo(
     compute_seconds: float,
     costs: DeviceCosts,
 ) -> Workload:
-    """Thinwire's DeMo: the roll call, then one all-gather of all payloads. Neither overlaps with backward yet."""
-    roll_call = ring_all_gather(ROLL_CALL_BYTES, num_replicas)
+    """Thinwire's DeMo: one all-gather of all payloads, which does not overlap with backward yet."""
     return Workload(
         method="Thinwire DeMo",
         topk=topk,
         values=values,
-        exchange=roll_call + ring_all_gather(payload_bytes, num_replicas),
+        exchange=ring_all_gather(payload_bytes, num_replicas),
         compute_seconds=compute_seconds,
         optimizer_seconds=num_parameters * costs.demo_ns_per_parameter * 1e-9,
         trips_per_round=costs.trips_per_round,

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.errors import CheckpointError, first_line
-from thinwire.exchange.transport import Transport
+from thinwire.exchange.transport import Transport, all_gather
 from thinwire.parallel.state_files import read_state, write_state
 
 _REPORT_BYTES = 512
@@ -148,7 +148,7 @@ class Checkpoints:
         text = mine.encode()[:_REPORT_BYTES]
         if text:
             padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        rows = self._transport.start_all_gather(padded, "checkpoint").wait()
+        rows = all_gather(self._transport, padded, "checkpoint")
         return [row.cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
 
     def load_run(self) -> tuple[Path, RunState]:
@@ -159,7 +159,7 @@ class Checkpoints:
         told = torch.full((_TOLD_STEPS,), -1, dtype=torch.int64)
         mine = available_steps(self._folder.parent)[:_TOLD_STEPS]
         told[: len(mine)] = torch.tensor(mine, dtype=torch.int64)
-        rows = self._transport.start_all_gather(told.view(torch.uint8), "steps of the checkpoints").wait()
+        rows = all_gather(self._transport, told.view(torch.uint8), "steps of the checkpoints")
         everyone: list[Tensor] = list(rows.contiguous().view(torch.int64))
         common = set.intersection(*({step for step in row.tolist() if step >= 0} for row in everyone))
         if not common:

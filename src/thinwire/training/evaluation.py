@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from thinwire.exchange.transport import Transport
+from thinwire.exchange.transport import Transport, all_gather
 from thinwire.training.examples import Batch, Examples
 from thinwire.training.models import loss_of
 
@@ -44,7 +44,7 @@ def evaluate(
         with autocast:
             sums += _sums(model, some)
     model.train(was_training)
-    everyone = transport.start_all_gather(sums.view(torch.uint8), "evaluation").wait()
+    everyone = all_gather(transport, sums.view(torch.uint8), "evaluation")
     loss, right, count = everyone.contiguous().view(torch.float64).sum(dim=0).tolist()
     is_images = examples.fetch(np.arange(1)).targets.dim() == 1
     return Score(loss / count, right / count if is_images else None)
@@ -64,7 +64,7 @@ def average_buffers_(model: nn.Module, transport: Transport) -> None:
     if transport.num_replicas == 1 or not buffers:
         return
     mine = torch.cat([buffer.detach().double().flatten().cpu() for buffer in buffers])
-    everyone = transport.start_all_gather(mine.view(torch.uint8), "average of the buffers").wait()
+    everyone = all_gather(transport, mine.view(torch.uint8), "average of the buffers")
     mean = everyone.contiguous().view(torch.float64).mean(dim=0)
     for buffer, values in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
         buffer.copy_(values.view(buffer.shape))

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from thinwire.core.errors import AgreementError
-from thinwire.exchange.agreement import Answer, hold_roll_call
-from thinwire.exchange.transport import Transport
+from thinwire.exchange.agreement import hold_roll_call
+from thinwire.exchange.transport import Transport, all_gather
 from thinwire.parallel.place import Place
 from thinwire.training.config import TrainConfig
 from thinwire.training.config_file import as_toml
@@ -73,7 +73,7 @@ def settle_folder(job: Job, transport: Transport) -> Job:
     message = torch.zeros(_LONGEST_NAME, dtype=torch.uint8)
     text = bytes([job.resume]) + job.folder.name.encode()[: _LONGEST_NAME - 1]
     message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    rows = [row.cpu().numpy().tobytes() for row in transport.start_all_gather(message, "name of the run folder").wait()]
+    rows = [row.cpu().numpy().tobytes() for row in all_gather(transport, message, "name of the run folder")]
     for replica, row in enumerate(rows):
         if row[0] != rows[0][0]:
             raise AgreementError(f"of replicas 0 and {replica} one was started with --resume and the other without")
@@ -125,7 +125,7 @@ def agree(config: TrainConfig, data: Data, first_step: int, transport: Transport
     lines = [line for line in as_toml(config).splitlines() if line.split(" = ")[0] not in _OWN_SETTINGS]
     lines += [f"data: {data.description.split(': ', 1)[-1]}", f"fingerprint of the data: {_fingerprint(data)}"]
     lines.append(f"first step: {first_step}")
-    hold_roll_call(lines, Answer(), lambda message, what: transport.start_all_gather(message, what).wait())
+    hold_roll_call(lines, lambda message, what: all_gather(transport, message, what))
 
 
 def _fingerprint(data: Data) -> str:

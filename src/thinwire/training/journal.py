@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.exchange.transport import Transport
+from thinwire.exchange.transport import Transport, all_gather
 from thinwire.training.errors import TrainingError
 
 _SECONDS_BETWEEN = 1.0
@@ -56,7 +56,7 @@ class Journal:
         seconds_per_step = (time.perf_counter() - self._began) / max(1, steps)
         interval = min(_MOST_STEPS_BETWEEN, max(1, int(_SECONDS_BETWEEN / max(seconds_per_step, 1e-6))))
         message = torch.cat([torch.tensor([float(wants_stop), float(interval)], dtype=torch.float64), losses])
-        everyone = self._transport.start_all_gather(message.view(torch.uint8), f"news after step {self._num_steps}").wait()
+        everyone = all_gather(self._transport, message.view(torch.uint8), f"news after step {self._num_steps}")
         table = everyone.contiguous().view(torch.float64)
         self._losses.clear()
         self._began = time.perf_counter()

@@ -94,12 +94,6 @@ class ChunkCodec:
         padding = unpack_bits(records_CB[:, -1:])[:, 8 - (self.record_bytes * 8 - self.record_bits) :]
         return valid & (padding == 0).all(dim=1)
 
-    def check(self, records_CB: Tensor, whose: str) -> None:
-        """Raise `PayloadError` unless every record is valid."""
-        valid_C = self.is_valid(records_CB)
-        if not bool(valid_C.all()):
-            self.refuse(int(valid_C.to(torch.uint8).argmin()), len(records_CB), whose)
-
     def refuse(self, chunk: int, num_chunks: int, whose: str) -> NoReturn:
         """Raise `PayloadError` for the record of a chunk."""
         raise PayloadError(f"{whose} has a malformed record for chunk {chunk} of {num_chunks} ({self})")

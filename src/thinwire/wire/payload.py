@@ -1,9 +1,10 @@
 """The payload: a 64-byte header and the records of every stack of a bucket, in one uint8 buffer.
 
-The header says what the bytes are and whose, and its checksum covers every other byte of the payload. Nothing of a
-peer's payload is used before `check_payload` and `ChunkCodec.is_valid` have passed it.
+The header says what the bytes are and whose, whether the sender can take the step, and its checksum covers every other byte
+of the payload. Nothing of a peer's payload is used before header, checksum and records have passed.
 """
 
+import enum
 import functools
 import struct
 from dataclasses import dataclass
@@ -11,35 +12,74 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.core.errors import ExchangeError, PayloadError
+from thinwire.core.errors import PayloadError
 
 MAGIC = b"TWIR"
-VERSION = 1
+VERSION = 2
 _FLAG_GAVE_UP = 1
 DIGEST_BYTES = 16
-# magic, version, flags, plan digest, step, replica, bucket, body bytes, reserved, checksum
+# magic, version, flags, digest, step, replica, bucket, fingerprint, problem, checksum
 _HEADER = struct.Struct("<4sHH16sQIIQQQ")
 HEADER_BYTES = _HEADER.size
-CHECKSUM_WORD = HEADER_BYTES // 8 - 1
 WORD_BYTES = 8
+HEADER_WORDS = HEADER_BYTES // WORD_BYTES
+PLACE_WORD = 4
+PROBLEM_WORD = 6
+CHECKSUM_WORD = 7
+FIRST_WORD = int.from_bytes(struct.pack("<4sHH", MAGIC, VERSION, 0), "little")
+"""The first word of every payload that may be applied."""
+_NO_TENSOR = 0xFFFFFFFF
+
+
+class Problem(enum.IntEnum):
+    """What keeps a replica from taking a step."""
+
+    NONE = 0
+    SPARSE = 1
+    NONFINITE = 2
+    OVERFLOW = 3
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A replica's problem and the first tensor concerned, or -1."""
+
+    problem: Problem = Problem.NONE
+    tensor: int = -1
+
+    def pack(self) -> int:
+        """As a word: of two, the one with the earlier tensor is larger, and none is 0."""
+        return (self.problem << 32) + (_NO_TENSOR - max(self.tensor, 0)) if self.problem else 0
+
+    @classmethod
+    def unpack(cls, word: int) -> "Trouble | None":
+        """What `pack` packed; None if it cannot have."""
+        if word == 0:
+            return cls()
+        known = [problem.value for problem in Problem if problem]
+        return cls(Problem(word >> 32), _NO_TENSOR - (word & _NO_TENSOR)) if word >> 32 in known else None
 
 
 @dataclass(frozen=True)
 class Header:
     """What a payload claims to be."""
 
-    plan_digest: bytes
+    digest: bytes
+    """Of plan, settings and step: replicas whose digests differ must not step together."""
     step: int
     replica: int
     bucket: int
-    body_bytes: int
+    fingerprint: int = 0
+    """Of the sender's gradients; 0 if not taken."""
+    trouble: Trouble = Trouble()
     gave_up: bool = False
     """The sender failed at this step: the body means nothing and nobody must apply it."""
 
     def pack(self) -> bytes:
         """The 64 bytes, with a checksum of 0."""
-        fields = (self.plan_digest, self.step, self.replica, self.bucket, self.body_bytes)
-        return _HEADER.pack(MAGIC, VERSION, _FLAG_GAVE_UP if self.gave_up else 0, *fields, 0, 0)
+        place = (self.digest, self.step, self.replica, self.bucket)
+        flags = _FLAG_GAVE_UP if self.gave_up else 0
+        return _HEADER.pack(MAGIC, VERSION, flags, *place, self.fingerprint, self.trouble.pack(), 0)
 
 
 def payload_bytes(body_bytes: int) -> int:
@@ -47,13 +87,10 @@ def payload_bytes(body_bytes: int) -> int:
     return HEADER_BYTES + -(-body_bytes // WORD_BYTES) * WORD_BYTES
 
 
-def seal_(payload_B: Tensor, header: Header) -> Tensor:
-    """Write header and checksum into a payload whose body is already there. Does not wait for the device."""
-    packed = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
-    payload_B[:HEADER_BYTES].copy_(packed)
+def seal_(payload_B: Tensor) -> None:
+    """Write the checksum into a payload whose header and body are there. Does not wait for the device."""
     words = payload_B.view(torch.int64)
     words[CHECKSUM_WORD] = checksum(words)
-    return payload_B
 
 
 def checksum(words_N: Tensor) -> Tensor:
@@ -86,40 +123,25 @@ def _shift_right(values: Tensor, amount: int) -> Tensor:
     return shifted
 
 
-def check_payload(payload_B: Tensor, expected: Header) -> None:
-    """Raise `PayloadError`, naming the field, unless the payload is the one this replica owes for this bucket.
+def read_header(raw: bytes, found_checksum: int, expected: Header) -> Header:
+    """The header of a payload that this replica owes for this bucket, whatever it then says of itself.
 
-    A sound payload of a replica that gave up is an `ExchangeError`.
+    Raises `PayloadError`, naming the field, if it is another or damaged.
     """
-    if payload_B.numel() != payload_bytes(expected.body_bytes):
-        who = _who(expected)
-        raise PayloadError(f"{who} has {payload_B.numel()} bytes, expected {payload_bytes(expected.body_bytes)}")
-    raw = payload_B[:HEADER_BYTES].cpu().numpy().tobytes()
-    check_header(raw, int(checksum(payload_B.view(torch.int64))), expected)
-
-
-def _who(expected: Header) -> str:
-    return f"the payload of replica {expected.replica} (step {expected.step}, bucket {expected.bucket})"
-
-
-def check_header(raw: bytes, found_checksum: int, expected: Header) -> None:
-    """`check_payload` on the header's bytes and the checksum of the whole payload."""
-    who = _who(expected)
-    magic, version, flags, digest, step, replica, bucket, body, reserved, stated = _HEADER.unpack(raw)
+    magic, version, flags, digest, step, replica, bucket, fingerprint, problem, stated = _HEADER.unpack(raw)
+    trouble = Trouble.unpack(problem)
     fields = {
         "magic": (magic, MAGIC),
         "version": (version, VERSION),
-        "flags": (flags & ~_FLAG_GAVE_UP, 0),
-        "plan digest": (digest.hex(), expected.plan_digest.hex()),
-        "step": (step, expected.step),
         "replica": (replica, expected.replica),
         "bucket": (bucket, expected.bucket),
-        "body bytes": (body, expected.body_bytes),
-        "reserved": (reserved, 0),
         "checksum": (stated, found_checksum % 2**64),
+        "flags": (flags & ~_FLAG_GAVE_UP, 0),
+        "problem": (problem, problem if trouble is not None else 0),
+        "step": (step, expected.step if digest == expected.digest else step),
     }
     for name, (found, wanted) in fields.items():
         if found != wanted:
+            who = f"the payload of replica {expected.replica} (step {expected.step}, bucket {expected.bucket})"
             raise PayloadError(f"{who} has {name} {found!r}, expected {wanted!r}")
-    if flags & _FLAG_GAVE_UP:
-        raise ExchangeError(f"replica {expected.replica} gave up step {expected.step} because of an error of its own")
+    return Header(digest, step, replica, bucket, fingerprint, trouble or Trouble(), bool(flags & _FLAG_GAVE_UP))

@@ -58,13 +58,13 @@ def test_ddp_by_hand() -> None:
 
 
 def test_demo_by_hand() -> None:
-    # The payload and 64 bytes of roll call, three times; two collectives of 3 rounds of 20 ms.
+    # The payload, three times; one collective of 3 rounds of 20 ms.
     costs = DeviceCosts(0.0, 10.0, 0.0, ddp_overlap=1.0)
     row = predict(thinwire_demo(1_000_000, 10_000, 32, "sign", 4, 3.0, costs), BYTE_PER_MICROSECOND)
-    assert (row.sent_bytes, row.received_bytes) == (10_064, 30_192)
-    assert row.network_seconds == row.exposed_seconds == pytest.approx(0.030192 + 0.12)
-    assert row.step_seconds == pytest.approx(3.0 + 0.01 + 0.150192)
-    assert row.network_share == pytest.approx(0.150192 / 3.01)
+    assert (row.sent_bytes, row.received_bytes) == (10_000, 30_000)
+    assert row.network_seconds == row.exposed_seconds == pytest.approx(0.03 + 0.06)
+    assert row.step_seconds == pytest.approx(3.0 + 0.01 + 0.09)
+    assert row.network_share == pytest.approx(0.09 / 3.01)
     assert row.label == "Thinwire DeMo, k=32, sign"
 
 

@@ -5,37 +5,72 @@ import pytest
 import torch
 
 from thinwire.core.errors import PayloadError
-from thinwire.wire.payload import HEADER_BYTES, Header, check_payload, checksum, payload_bytes, seal_
+from thinwire.wire.payload import HEADER_BYTES, Header, Problem, Trouble, checksum, payload_bytes, read_header, seal_
 
-HEADER = Header(plan_digest=bytes(range(16)), step=7, replica=2, bucket=1, body_bytes=37)
+HEADER = Header(bytes(range(16)), step=7, replica=2, bucket=1, fingerprint=99)
 
 
-def sealed(device: torch.device | str = "cpu") -> torch.Tensor:
+def sealed(header: Header = HEADER, device: torch.device | str = "cpu") -> torch.Tensor:
     payload = torch.zeros(payload_bytes(37), dtype=torch.uint8, device=device)
+    payload[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
     payload[HEADER_BYTES : HEADER_BYTES + 37] = torch.randint(0, 256, (37,), dtype=torch.uint8, device=device)
-    return seal_(payload, HEADER)
+    seal_(payload)
+    return payload
+
+
+def read(payload: torch.Tensor, expected: Header = HEADER) -> Header:
+    raw = payload[:HEADER_BYTES].cpu().numpy().tobytes()
+    return read_header(raw, int(checksum(payload.view(torch.int64))), expected)
 
 
 def test_a_sealed_payload_passes(device: torch.device) -> None:
-    payload = sealed(device)
+    payload = sealed(device=device)
     assert payload.numel() == 64 + 40
-    check_payload(payload, HEADER)
+    assert read(payload) == HEADER
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"gave_up": True},
+        {"digest": bytes(16), "step": 8},
+        {"trouble": Trouble(Problem.SPARSE, 0)},
+        {"trouble": Trouble(Problem.NONFINITE, 123456)},
+        {"trouble": Trouble(Problem.OVERFLOW, 3), "fingerprint": 2**64 - 1},
+    ],
+)
+def test_what_a_sender_says_of_itself_is_read(said: dict[str, object]) -> None:
+    header = dataclasses.replace(HEADER, **said)
+    assert read(sealed(header)) == header
 
 
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("plan_digest", bytes(16), "plan digest"),
         ("step", 8, "has step 7, expected 8"),
         ("replica", 3, "has replica 2, expected 3"),
         ("bucket", 0, "has bucket 1, expected 0"),
-        ("body_bytes", 38, "has body bytes 37, expected 38"),
-        ("body_bytes", 50, "has 104 bytes, expected 120"),
     ],
 )
 def test_every_field_of_the_header_is_compared(field: str, value: object, words: str) -> None:
     with pytest.raises(PayloadError, match=words):
-        check_payload(sealed(), dataclasses.replace(HEADER, **{field: value}))
+        read(sealed(), dataclasses.replace(HEADER, **{field: value}))
+
+
+def test_an_unknown_problem_or_flag_is_refused() -> None:
+    for place in (7, 54):
+        payload = sealed()
+        payload[place] = 77
+        payload[56:64] = 0
+        seal_(payload)
+        with pytest.raises(PayloadError, match="has (flags|problem)"):
+            read(payload)
+
+
+def test_of_two_problems_the_first_tensor_counts() -> None:
+    words = [Trouble(Problem.NONFINITE, tensor).pack() for tensor in (0, 1, 500)]
+    assert words == sorted(words, reverse=True)
+    assert min(words) > 0 == Trouble().pack()
 
 
 def test_every_single_bit_is_guarded() -> None:
@@ -45,7 +80,7 @@ def test_every_single_bit_is_guarded() -> None:
             damaged = payload.clone()
             damaged[place] ^= 1 << bit
             with pytest.raises(PayloadError):
-                check_payload(damaged, HEADER)
+                read(damaged)
 
 
 def test_swapped_words_show_in_the_checksum() -> None:
@@ -58,9 +93,9 @@ def test_swapped_words_show_in_the_checksum() -> None:
 def test_the_header_is_laid_out_as_documented() -> None:
     raw = sealed().numpy().tobytes()
     magic, version, flags = struct.unpack_from("<4sHH", raw)
-    assert (magic, version, flags) == (b"TWIR", 1, 0)
+    assert (magic, version, flags) == (b"TWIR", 2, 0)
     assert raw[8:24] == bytes(range(16))
-    assert struct.unpack_from("<QIIQQ", raw, 24) == (7, 2, 1, 37, 0)
+    assert struct.unpack_from("<QIIQQ", raw, 24) == (7, 2, 1, 99, 0)
     (stated,) = struct.unpack_from("<Q", raw, 56)
     total = 0
     for index, (word,) in enumerate(struct.iter_unpack("<Q", raw)):
