@@ -12,9 +12,10 @@ from dataclasses import replace
 import torch
 
 from thinwire.core.errors import ExchangeError, ThinwireError
+from thinwire.exchange.agreement import AllGather, name_the_difference
 from thinwire.exchange.plan import Bucket
 from thinwire.exchange.traffic import Traffic
-from thinwire.exchange.transport import Pending, Transport
+from thinwire.exchange.transport import Pending, Transport, metered
 from thinwire.local_step import Encoding, LocalStep
 from thinwire.sealing import empty_findings, inspect_, open_, read_findings, seal_
 from thinwire.stack_step import GroupStep
@@ -34,13 +35,16 @@ class Attempt:
         groups: Sequence[GroupStep],
         header: Header,
         description: Sequence[str],
+        transport: Transport,
+        traffic: Traffic,
     ) -> None:
-        self.header, self.description = header, description
+        self.header, self._description = header, description
+        self._transport, self._traffic = transport, traffic
         self._buckets, self._local, self._groups = buckets, local, groups
         self._is_told = False
         self._event: torch.cuda.Event | None = None
 
-    def exchange_(self, transport: Transport, traffic: Traffic) -> None:
+    def exchange_(self) -> None:
         """Encode every bucket, unless this replica has a problem, send it, and receive everyone's.
 
         If anything fails, the momenta are given back what was taken from them, and payloads that are still owed are sent as
@@ -54,31 +58,31 @@ class Attempt:
                 encoding.begun.clear()
                 if not self.header.trouble.problem:
                     self._local.encode_(bucket, self._groups, encoding)
-                pending.append(self._send(bucket, encoding, transport, traffic))
-            with traffic.waiting():
+                pending.append(self._send(bucket, encoding))
+            with self._traffic.waiting():
                 for exchange in pending:
                     exchange.wait()
-            if transport.num_replicas > 1 or self._local.is_fused:
+            if self._transport.num_replicas > 1 or self._local.is_fused:
                 self._inspect_()
         except BaseException as error:
             self.undo_()
             if not isinstance(error, ThinwireError):
-                self._give_up(transport, traffic, len(pending))
+                self._give_up(len(pending))
             raise
 
-    def _send(self, bucket: Bucket, encoding: Encoding, transport: Transport, traffic: Traffic) -> Pending:
+    def _send(self, bucket: Bucket, encoding: Encoding) -> Pending:
         seal_(encoding.payload_B, self._local.is_fused)
-        traffic.add(bucket.payload_bytes, transport.num_replicas)
+        self._traffic.add(bucket.payload_bytes, self._transport.num_replicas)
         what = f"exchange of step {self.header.step}, bucket {bucket.index}"
-        return transport.start_all_gather_(encoding.payloads_RB, what)
+        return self._transport.start_all_gather_(encoding.payloads_RB, what)
 
-    def _give_up(self, transport: Transport, traffic: Traffic, num_sent: int) -> None:
+    def _give_up(self, num_sent: int) -> None:
         """After an error of this replica's own: send what it still owes, marked as worthless."""
         try:
             pending = []
             for bucket, encoding in self._buckets[num_sent:]:
                 open_(encoding.payload_B, replace(self.header, bucket=bucket.index, gave_up=True))
-                pending.append(self._send(bucket, encoding, transport, traffic))
+                pending.append(self._send(bucket, encoding))
             for exchange in pending:
                 exchange.wait()
         except ThinwireError as error:
@@ -96,14 +100,20 @@ class Attempt:
             (verdict,) = self._local.verdicts.values()
             checks.judge_(encoding.payloads_RB, encoding.replica, encoding.findings_RW, verdict)
 
-    def headers(self) -> list[list[Header]]:
-        """Everyone's, per bucket. Raises `PayloadError` if a payload is not sound. Waits for the device."""
-        everyone = []
+    def check(self) -> list[Header]:
+        """Everyone's headers, bucket by bucket. Waits for the device.
+
+        Raises, on every replica that sees it, unless all payloads are sound, all replicas agree, and nobody gave up.
+        """
+        headers = []
         for bucket, encoding in self._buckets:
             findings_RW = encoding.told_RW if self._is_told else encoding.findings_RW.cpu()
-            expected = replace(self.header, bucket=bucket.index)
-            everyone.append(read_findings(bucket, findings_RW, expected))
-        return everyone
+            headers += read_findings(bucket, findings_RW, replace(self.header, bucket=bucket.index))
+        _compare_digests(headers, self.header, self._description, metered(self._transport, self._traffic))
+        for header in headers:
+            if header.gave_up:
+                raise ExchangeError(f"replica {header.replica} gave up step {header.step} because of an error of its own")
+        return headers
 
     def apply_(self, combine_rule: str) -> None:
         """Apply everyone's payloads."""
@@ -141,15 +151,17 @@ class Attempt:
             time.sleep(_POLL_SECONDS)
 
 
-def announce_plan(old_buckets: Sequence[Bucket], header: Header, transport: Transport, traffic: Traffic) -> list[Header]:
-    """Tell the others of a new plan, and return their headers.
+def announce_plan(
+    old_buckets: Sequence[Bucket], header: Header, description: Sequence[str], transport: Transport, traffic: Traffic
+) -> None:
+    """Agree with the others on a new plan, or raise on all replicas.
 
     They may not know of it, and expect payloads of the old sizes: so they get those, given up, with the new digest.
     """
-    everyone = []
+    headers = []
     for bucket in old_buckets:
-        payloads_RB = torch.zeros(transport.num_replicas, bucket.payload_bytes, dtype=torch.uint8)
         mine = replace(header, bucket=bucket.index, gave_up=True)
+        payloads_RB = torch.zeros(transport.num_replicas, bucket.payload_bytes, dtype=torch.uint8)
         open_(payloads_RB[transport.replica], mine)
         seal_(payloads_RB[transport.replica], fused=False)
         traffic.add(bucket.payload_bytes, transport.num_replicas)
@@ -157,5 +169,10 @@ def announce_plan(old_buckets: Sequence[Bucket], header: Header, transport: Tran
             transport.start_all_gather_(payloads_RB, f"new plan before step {header.step}").wait()
         findings_RW = empty_findings(bucket, transport.num_replicas, torch.device("cpu"))
         inspect_(bucket, payloads_RB, findings_RW)
-        everyone += read_findings(bucket, findings_RW, mine)
-    return everyone
+        headers += read_findings(bucket, findings_RW, mine)
+    _compare_digests(headers, header, description, metered(transport, traffic))
+
+
+def _compare_digests(headers: Sequence[Header], mine: Header, description: Sequence[str], all_gather: AllGather) -> None:
+    if any(header.digest != mine.digest for header in headers):
+        name_the_difference(description, all_gather)

@@ -38,9 +38,9 @@ class FusedStack:
 
     def __init__(self, stack: Stack, tensors: Sequence[LocalTensor], scratch: Scratch, verdict: Tensor) -> None:
         self._stack, self._tensors, self._scratch, self._verdict = stack, tensors, scratch, verdict
-        has_unit, is_selected = stack.codec.value_codec.unit is not None, stack.codec.index_codec.name != "all"
+        has_unit = stack.codec.value_codec.unit is not None
         self._units_C = torch.zeros(stack.num_chunks if has_unit else 0, device=verdict.device)
-        self._hints_C = torch.zeros(stack.num_chunks if is_selected else 0, dtype=torch.int32, device=verdict.device)
+        self._hints_C = torch.zeros(stack.num_chunks, dtype=torch.int32, device=verdict.device)
         self._encoded: list[ChunkTable] = []
         """The tables that are in the payload: what `undo_` must take back, from the gradients that are held for it."""
         self._held: dict[int, Tensor] = {}
@@ -63,7 +63,7 @@ class FusedStack:
         """See `StackStep`. The gradients must still be what they were."""
         codec, offset = self._stack.codec, self._stack.offset_bytes
         for table in self._encoded:
-            undo.undo_(table, codec, payload_B, offset, self._units_C, self._settings(group), self._verdict)
+            undo.undo_(table, codec, payload_B, offset, self._units_C, self._hints_C, self._settings(group), self._verdict)
         self._forget()
 
     def _forget(self) -> None:

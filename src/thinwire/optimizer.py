@@ -14,7 +14,6 @@ from thinwire import checkpoint
 from thinwire.attempt import Attempt, announce_plan
 from thinwire.core.combine import COMBINE_RULES
 from thinwire.core.errors import (
-    ExchangeError,
     NonFiniteGradientError,
     ThinwireError,
     check_bool,
@@ -24,17 +23,17 @@ from thinwire.core.errors import (
 )
 from thinwire.core.layout import empty_momentum
 from thinwire.core.update_rules import UPDATE_RULES, Hyper
-from thinwire.exchange.agreement import hold_roll_call, name_the_difference
+from thinwire.exchange.agreement import hold_roll_call
 from thinwire.exchange.collective import default_transport, is_distributed
 from thinwire.exchange.plan import ExchangePlan, TensorSpec, digest_of, make_plan
-from thinwire.exchange.traffic import Count, Traffic
-from thinwire.exchange.transport import Transport, all_gather
+from thinwire.exchange.traffic import Traffic
+from thinwire.exchange.transport import Transport, metered
 from thinwire.gradients import check_own_gradients, fingerprint, first_trouble
 from thinwire.local_step import BACKENDS, Encoding, LocalStep
 from thinwire.options import MOMENTUM_DTYPES, check_group, check_parameter, coding_of, lr_of, settings_lines
 from thinwire.slabs import LocalTensor
 from thinwire.stack_step import GroupStep
-from thinwire.wire.payload import Header, Problem, Trouble
+from thinwire.wire.payload import Header, Problem
 
 _log = logging.getLogger("thinwire")
 ON_NONFINITE = ("raise", "skip")
@@ -66,8 +65,8 @@ class DeMo(Optimizer):
         maximize: go up instead of down.
         momentum_dtype: float32, bfloat16 or float64.
         combine: ``mean_over_senders`` or ``mean_over_replicas``.
-        on_nonfinite: what all replicas do when one has NaN or Inf in a gradient, or a norm that overflows: ``raise`` or
-            ``skip`` the step. Under a `torch.amp.GradScaler` an overflow always skips.
+        on_nonfinite: what all replicas do when one has NaN or Inf in a gradient, or values too large to be squared:
+            ``raise`` or ``skip`` the step. Under a `torch.amp.GradScaler` an overflow always skips.
         process_group: the replicas; the default group if `torch.distributed` is initialised, else one replica.
         transport: any other way to reach the replicas, e.g. `thinwire.exchange.loopback`; excludes ``process_group``.
         sync_parameters: start from replica 0's parameters.
@@ -229,7 +228,7 @@ class DeMo(Optimizer):
         attempt = self._attempt()
         if attempt is None:
             return
-        attempt.exchange_(self._transport, self.traffic)
+        attempt.exchange_()
         if self._local.is_fused and not attempt.header.fingerprint:
             attempt.finish_on_device_(self._combine)
             self._count(1)
@@ -274,52 +273,44 @@ class DeMo(Optimizer):
         """What all replicas are about to do together; None if this one, alone, leaves the step out."""
         parameters = [local.parameter for local in self._local.tensors]
         trouble = first_trouble(parameters, self._from_scaler("found_inf"), finite_checked_later=self._local.is_fused)
+        header, description = self._header()
+        header = replace(header, trouble=trouble)
         if trouble.problem and self.num_replicas == 1:
-            self._handle_trouble(0, trouble, self.num_steps + 1)
+            self._handle_trouble(header)
             return None
-        compares = not trouble.problem and not self._has_checked_sync and self.num_replicas > 1
-        header = replace(self._header(), trouble=trouble, fingerprint=fingerprint(parameters) if compares else 0)
+        if self.num_replicas > 1 and not (trouble.problem or self._has_checked_sync):
+            header = replace(header, fingerprint=fingerprint(parameters))
         groups = [self._group_step(group) for group in self.param_groups]
         if self._encodings is None:
             place = (self.replica, self.num_replicas)
             self._encodings = [self._local.empty(bucket, *place) for bucket in self._plan.buckets]
         buckets = list(zip(self._plan.buckets, self._encodings, strict=True))
-        return Attempt(buckets, self._local, groups, header, self._description())
+        return Attempt(buckets, self._local, groups, header, description, self._transport, self.traffic)
 
-    def _header(self) -> Header:
-        """Of the step to come; alone, nobody compares digests."""
-        digest = digest_of(self._description()) if self.num_replicas > 1 else self._plan.digest
-        return Header(digest, self.num_steps + 1, self.replica, 0)
+    def _header(self) -> tuple[Header, list[str]]:
+        """Of the step to come, and what its digest was made from."""
+        # Alone, nobody compares digests.
+        description = self._description() if self.num_replicas > 1 else []
+        return Header(digest_of(description), self.num_steps + 1, self.replica, 0), description
 
     def _may_step(self, attempt: Attempt) -> bool:
         """Whether all replicas can take this step. False: all skip it. Raises on every replica if they must not go on."""
         if self.num_replicas == 1 and not self._local.is_fused:
             return True  # what could be wrong was known before
-        headers = [header for bucket in attempt.headers() for header in bucket]
-        self._check_digests(headers, attempt)
-        for header in headers:
-            if header.gave_up:
-                raise ExchangeError(f"replica {header.replica} gave up step {header.step} because of an error of its own")
+        headers = attempt.check()
         for header in headers:
             if header.trouble.problem:
-                return self._handle_trouble(header.replica, header.trouble, header.step)
+                return self._handle_trouble(header)
         if not self._has_checked_sync:
             parameters = [local.parameter for local in self._local.tensors]
             fingerprints = [header.fingerprint for header in headers[: self.num_replicas]]
             self._has_checked_sync = check_own_gradients(fingerprints, parameters)
         return True
 
-    def _check_digests(self, headers: list[Header], attempt: Attempt) -> None:
-        if any(header.digest != attempt.header.digest for header in headers):
-            name_the_difference(attempt.description, lambda m, what: self._gather(m, what, self.traffic))
-
     def _announce_plan_if_new(self) -> None:
         """All replicas must change their plan at the same step, and must learn it if one of them did not."""
         if self.num_replicas > 1 and self._plan.digest != self._agreed_plan.digest:
-            description, header = self._description(), self._header()
-            everyone = announce_plan(self._agreed_plan.buckets, header, self._transport, self.traffic)
-            if any(other.digest != header.digest for other in everyone):
-                name_the_difference(description, lambda m, what: self._gather(m, what, self.traffic))
+            announce_plan(self._agreed_plan.buckets, *self._header(), self._transport, self.traffic)
             self._agreed_plan = self._plan
 
     def _group_step(self, group: dict[str, Any]) -> GroupStep:
@@ -344,16 +335,16 @@ class DeMo(Optimizer):
 
     # Agreement.
 
-    def _handle_trouble(self, replica: int, trouble: Trouble, step: int) -> bool:
+    def _handle_trouble(self, header: Header) -> bool:
         """Raise, or say that the step is skipped."""
-        known = 0 <= trouble.tensor < len(self._plan.tensors)
-        name = self._plan.tensors[trouble.tensor].name if known else "a tensor"
-        if trouble.problem is Problem.SPARSE:
+        replica, problem, tensor = header.replica, header.trouble.problem, header.trouble.tensor
+        name = self._plan.tensors[tensor].name if 0 <= tensor < len(self._plan.tensors) else "a tensor"
+        if problem is Problem.SPARSE:
             raise TypeError(f"replica {replica} has a sparse gradient for {name}; DeMo needs dense gradients")
-        if trouble.problem is Problem.NONFINITE and self._on_nonfinite == "raise":
+        if problem is Problem.NONFINITE and self._on_nonfinite == "raise":
             raise NonFiniteGradientError(
-                f"replica {replica} has NaN or Inf in the gradient of {name} at step {step} (what is too large "
-                "to be squared counts as Inf); no replica took the step. on_nonfinite='skip' leaves such steps out"
+                f"replica {replica} has NaN or Inf in the gradient of {name} at step {header.step} (what is too large to be "
+                "squared counts as Inf); no replica took the step. on_nonfinite='skip' leaves such steps out"
             )
         _log.warning("step skipped on all replicas: replica %d has NaN or Inf in the gradient of %s", replica, name)
         self._num_skipped_steps += 1
@@ -368,18 +359,13 @@ class DeMo(Optimizer):
             lines += [f"frozen: {spec.fact}" for spec, parameter in self._specs(index) if not parameter.requires_grad]
         return lines
 
-    def _gather(self, message_B: Tensor, what: str, meter: Traffic | Count) -> Tensor:
-        meter.add(message_B.numel(), self.num_replicas)
-        with meter.waiting():
-            return all_gather(self._transport, message_B, what)
-
     def _agree_and_synchronise(self, groups: list[dict[str, Any]]) -> None:
         """Compare descriptions with all replicas, then take over replica 0's parameters."""
         self._agreed_plan = self._plan
         if self.num_replicas == 1:
             return
         setup = self.traffic.setup
-        hold_roll_call(self._description(), lambda message, what: self._gather(message, what, setup))
+        hold_roll_call(self._description(), metered(self._transport, setup))
         if not self._sync_parameters:
             return
         for group in groups:

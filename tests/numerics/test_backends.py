@@ -107,7 +107,7 @@ def test_indices_are_the_oracles(kind: str, topk: int, device: torch.device) -> 
         elif kind == "few":
             momentum[momentum.abs() < 2.5] = 0
         elif kind == "extremes":
-            momentum.mul_(torch.randint(-120, 120, momentum.shape, device=device).float().exp2_())
+            momentum.mul_(torch.randint(-120, 60, momentum.shape, device=device).float().exp2_())
         else:
             momentum.sign_()
     before = [momentum.cpu() for momentum in momenta]
@@ -264,7 +264,7 @@ def test_nothing_is_applied_if_the_verdict_says_so(rule: str, device: torch.devi
         assert torch.equal(old, new)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 2.0**64])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 2.0**70])
 def test_a_gradient_that_is_not_finite_is_reported_and_leaves_its_chunk_alone(bad: float, device: torch.device) -> None:
     shapes: Shapes = [(32, 48), (7,), (40, 50)]
     plan = plan_for(shapes, dense_below=8)

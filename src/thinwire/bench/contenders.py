@@ -177,7 +177,7 @@ def whole_step(parameters: Sequence[nn.Parameter], backend: str, topk: int, repl
     encoding = optimizer._local.empty(bucket, 0, replicas)
     optimizer._encodings = [encoding]
     groups = [optimizer._group_step(group) for group in optimizer.param_groups]
-    for payload_B in encoding.payloads_RB.flip(0):
+    for payload_B in reversed(encoding.payloads_RB.unbind()):
         _shake(momenta)
         encoding.payload_B.zero_()
         optimizer._local.encode_(bucket, groups, encoding)
@@ -186,7 +186,7 @@ def whole_step(parameters: Sequence[nn.Parameter], backend: str, topk: int, repl
     def prepare() -> None:
         _shake(momenta)
         for replica in range(1, replicas):
-            header = replace(optimizer._header(), replica=replica)
+            header = replace(optimizer._header()[0], replica=replica)
             packed = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
             encoding.payloads_RB[replica, :HEADER_BYTES].copy_(packed)
             seal_(encoding.payloads_RB[replica], optimizer._local.is_fused)

@@ -36,7 +36,7 @@ class Count:
 
 @dataclass
 class Traffic:
-    """``last_step`` and ``total`` count what steps exchange, headers and roll calls included; ``setup`` counts the
+    """``last_step`` and ``total`` count what steps exchange, headers included; ``setup`` counts the
     agreement and the first copy of replica 0's parameters."""
 
     last_step: Count = field(default_factory=Count)

@@ -4,9 +4,12 @@ A transport moves equally long uint8 tensors and knows nothing of what is in the
 that fails raises `ExchangeError` naming the replicas that did not come.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
+
+from thinwire.exchange.traffic import Count, Traffic
 
 
 class Pending(Protocol):
@@ -46,6 +49,17 @@ def all_gather(transport: Transport, message_B: Tensor, what: str) -> Tensor:
     messages_RB[transport.replica] = message_B
     transport.start_all_gather_(messages_RB, what).wait()
     return messages_RB
+
+
+def metered(transport: Transport, meter: Traffic | Count) -> Callable[[Tensor, str], Tensor]:
+    """`all_gather` whose bytes and waits are counted."""
+
+    def gather(message_B: Tensor, what: str) -> Tensor:
+        meter.add(message_B.numel(), transport.num_replicas)
+        with meter.waiting():
+            return all_gather(transport, message_B, what)
+
+    return gather
 
 
 class Done:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.kernels.bits import get_bits
 from thinwire.kernels.selection import popcount
-from thinwire.kernels.table import codec_constants, codec_low_bits, launching
+from thinwire.kernels.table import codec_constants, codec_low_bits, launching, record_place
 from thinwire.kernels.values import decode_values
 from thinwire.wire.codec import ChunkCodec
 from thinwire.wire.payload import CHECKSUM_WORD, FIRST_WORD, HEADER_WORDS, PLACE_WORD, PROBLEM_WORD
@@ -67,16 +67,17 @@ def _follow_marks(
 @triton.jit(do_not_specialize=["payload_words", "num_records", "stack_bytes", "first_bad_stride"])
 def _records_kernel(
     words_ptr, payload_words, num_records, stack_bytes, first_bad_ptr, first_bad_stride,
-    NUM_ELEMENTS: tl.constexpr, K: tl.constexpr, RECORD_BYTES: tl.constexpr, RECORD_BITS: tl.constexpr,
-    INDICES: tl.constexpr, INDEX_BITS: tl.constexpr, LOW_BITS: tl.constexpr, VALUES: tl.constexpr,
-    VALUE_BITS: tl.constexpr, HAS_SCALE: tl.constexpr, NUM_MARKS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_ELEMENTS: tl.constexpr, K: tl.constexpr, RECORD_BYTES: tl.constexpr, BEGINS_WORDS: tl.constexpr,
+    RECORD_BITS: tl.constexpr, INDICES: tl.constexpr, INDEX_BITS: tl.constexpr, LOW_BITS: tl.constexpr,
+    VALUES: tl.constexpr, VALUE_BITS: tl.constexpr, HAS_SCALE: tl.constexpr, NUM_MARKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The first record of each payload that is not valid, a lane per record."""
     record = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = record < num_records
-    byte = stack_bytes + record.to(tl.int64) * RECORD_BYTES
-    record_ptr = words_ptr + tl.program_id(1).to(tl.int64) * payload_words + (byte >> 2)
-    begin = (byte & 3).to(tl.int32) * 8
+    payload_ptr = words_ptr + tl.program_id(1).to(tl.int64) * payload_words
+    record_ptrs, begins = record_place(payload_ptr, stack_bytes, record.to(tl.int64), RECORD_BYTES, BEGINS_WORDS)
+    record_ptr = tl.reshape(record_ptrs, (BLOCK,))
+    begin = tl.reshape(begins, (BLOCK,))
 
     slot = record * 0
     num_live = slot
@@ -196,7 +197,7 @@ def _add_checksums_(words_RN: Tensor, sums: Tensor, stride: int) -> None:
 def _find_bad_records_(
     payloads_RB: Tensor, codec: ChunkCodec, offset_bytes: int, num_records: int, first_bad_R: Tensor
 ) -> None:
-    form = codec_constants(codec)
+    form = codec_constants(codec, offset_bytes)
     marks = codec.num_kept + (codec.num_elements >> codec_low_bits(codec))
     with launching(payloads_RB.device):
         _records_kernel[(triton.cdiv(num_records, _BLOCK_RECORDS), len(payloads_RB))](

@@ -31,11 +31,14 @@ from thinwire.kernels.table import (
     load_tile,
     num_programs,
     padded_basis,
+    record_place,
     store_tile,
     tile_of,
 )
 from thinwire.kernels.values import decode_values
 from thinwire.wire.codec import ChunkCodec
+
+_CLEARED: tl.constexpr = tl.constexpr(1024)
 
 
 @triton.jit
@@ -97,6 +100,16 @@ def _apply_rule(
     return p - step
 
 
+@triton.jit
+def _clear(words_ptr, NUM_WORDS: tl.constexpr):
+    """Write zeros, when all have done with what was there, and before anyone goes on."""
+    tl.debug_barrier()
+    for begin in range(0, NUM_WORDS, _CLEARED):
+        at = begin + tl.arange(0, _CLEARED)
+        tl.store(words_ptr + at, tl.zeros((_CLEARED,), tl.int32), mask=at < NUM_WORDS)
+    tl.debug_barrier()
+
+
 @triton.jit(do_not_specialize=["first_of_all", "last_of_all", "payload_words", "num_replicas", "stack_bytes"])
 def _decode_kernel(
     rows_ptr, row_of_chunk_ptr, first_of_all, last_of_all, words_ptr, payload_words, num_replicas, stack_bytes,
@@ -104,10 +117,10 @@ def _decode_kernel(
     eps, correction,
     ROW_EDGE: tl.constexpr, COL_EDGE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, DENSE: tl.constexpr, PADDED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr,
-    PARAMETER_DTYPE: tl.constexpr, K: tl.constexpr, RECORD_BYTES: tl.constexpr, INDICES: tl.constexpr,
-    INDEX_BITS: tl.constexpr, LOW_BITS: tl.constexpr, VALUES: tl.constexpr, VALUE_BITS: tl.constexpr,
+    PARAMETER_DTYPE: tl.constexpr, K: tl.constexpr, RECORD_BYTES: tl.constexpr, BEGINS_WORDS: tl.constexpr,
+    INDICES: tl.constexpr, INDEX_BITS: tl.constexpr, LOW_BITS: tl.constexpr, VALUES: tl.constexpr, VALUE_BITS: tl.constexpr,
     HAS_SCALE: tl.constexpr, BATCH: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_LANES: tl.constexpr,
-    COUNTER_BITS: tl.constexpr, TILE_WORDS: tl.constexpr, CLEARED: tl.constexpr, OVER_SENDERS: tl.constexpr,
+    COUNTER_BITS: tl.constexpr, TILE_WORDS: tl.constexpr, OVER_SENDERS: tl.constexpr,
     RULE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A batch of chunks at a time: first all that was sent for them, into tiles of scratch memory, then the products."""
@@ -123,24 +136,18 @@ def _decode_kernel(
     replica_of_row = (tl.arange(0, BATCH * AT_ONCE) % AT_ONCE)[:, None]
     program_ptr = scratch_ptr + tl.program_id(0) * (BATCH * TILE_WORDS)
     tile_ptrs = (program_ptr + place_of_row * TILE_WORDS)[:, None]
-    zeros_at = tl.arange(0, CLEARED)
     if not DENSE:
         side_R = tl.arange(0, BLOCK_R)
         side_C = tl.arange(0, BLOCK_C)
         row_basis = tl.load(row_basis_ptr + side_R[None, :] * BLOCK_R + side_R[:, None])
         col_basis = tl.load(col_basis_ptr + side_C[:, None] * BLOCK_C + side_C[None, :])
-    for begin in range(0, BATCH * TILE_WORDS, CLEARED):
-        at = begin + zeros_at
-        tl.store(program_ptr + at, tl.zeros((CLEARED,), tl.int32), mask=at < BATCH * TILE_WORDS)
-    tl.debug_barrier()
+    _clear(program_ptr, BATCH * TILE_WORDS)
     for first_chunk in range(first_of_all + tl.program_id(0) * BATCH, last_of_all, tl.num_programs(0) * BATCH):
         chunks = first_chunk + place_of_row
         in_batch = chunks < last_of_all
         row_ptrs = rows_ptr + tl.load(row_of_chunk_ptr + chunks, mask=in_batch, other=0) * NUM_COLUMNS
         records = tl.load(row_ptrs + FIRST_RECORD) + chunks - tl.load(row_ptrs + FIRST_CHUNK)
-        bytes_ = stack_bytes + records * RECORD_BYTES
-        record_ptrs = (words_ptr + (bytes_ >> 2))[:, None]
-        begin_bits = ((bytes_ & 3).to(tl.int32) * 8)[:, None]
+        record_ptrs, begin_bits = record_place(words_ptr, stack_bytes, records, RECORD_BYTES, BEGINS_WORDS)
         for first_replica in range(0, num_replicas, AT_ONCE):
             replica = first_replica + replica_of_row
             here, value, live = read_records(
@@ -167,7 +174,6 @@ def _decode_kernel(
             local = chunk - tl.load(row_ptr + FIRST_CHUNK).to(tl.int32)
             first, offsets, exists = tile_of(row_ptr, local, rows, cols, ROW_EDGE, COL_EDGE, PADDED, ALIGNED)
             parameter_ptr = address(row_ptr, PARAMETER, PARAMETER_DTYPE, ALIGNED) + first + offsets
-            parameter = load_tile(parameter_ptr, exists, FULL)
             tile_ptr = program_ptr + place * TILE_WORDS
             if VALUES == "sign":
                 if COUNTER_BITS == 4:
@@ -186,10 +192,6 @@ def _decode_kernel(
                 direction = load_as_is(sum_ptr + index, in_chunk, WHOLE)
                 if OVER_SENDERS:
                     num_senders = load_as_is(tile_ptr + (TILE_WORDS // 2) + index, in_chunk, WHOLE)
-            tl.debug_barrier()  # all have read their part of the tile before anyone clears it for the next batch
-            for begin in range(0, TILE_WORDS, CLEARED):
-                at = begin + zeros_at
-                tl.store(tile_ptr + at, tl.zeros((CLEARED,), tl.int32), mask=at < TILE_WORDS)
             divisor = direction * 0 + num_replicas
             if OVER_SENDERS:
                 divisor = tl.maximum(num_senders, 1).to(tl.float32)
@@ -202,19 +204,21 @@ def _decode_kernel(
             if RULE == "whole":
                 store_tile(state_ptr, direction, exists, FULL)
             else:
+                parameter = load_tile(parameter_ptr, exists, FULL)
                 parameter = _apply_rule(
                     parameter * weight_factor, direction, state_ptr, exists, FULL, RULE, lr, beta1, beta2, rest1, rest2,
                     eps, correction,
                 )  # fmt: skip
                 store_tile(parameter_ptr, to_dtype(parameter, PARAMETER_DTYPE), exists, FULL)
-        tl.debug_barrier()
+        _clear(program_ptr, BATCH * TILE_WORDS)
 
 
 _PROGRAMS_PER_PROCESSOR = 4
 _REGISTERS = 128
 # Slots, or bits of slots, that a program unpacks together: more would not find room in its registers.
 _LANES_AT_ONCE = 1024
-# Scratch memory of a program: the tiles of its batch should stay in the cache.
+# Chunks that a program decodes together, and scratch memory for their tiles, which should stay in the cache.
+_MOST_IN_BATCH = 4
 _BATCH_WORDS = 8192
 
 
@@ -253,7 +257,7 @@ def decode_(
     votes = codec.value_name == "sign"
     counter_bits = 4 if num_replicas < 16 else 8 if num_replicas < 256 else 16
     tile_words = triton.cdiv(cut.num_elements, 16) * (counter_bits if votes else 32)
-    batch = _power_of_2_below(min(8, _BATCH_WORDS // tile_words, _LANES_AT_ONCE // lanes))
+    batch = _power_of_2_below(min(_MOST_IN_BATCH, _BATCH_WORDS // tile_words, _LANES_AT_ONCE // lanes))
     at_once = _power_of_2_below(min(num_replicas, _LANES_AT_ONCE // (lanes * batch))) if votes else 1
     programs = num_programs(device, triton.cdiv(chunks[1] - chunks[0], batch), _PROGRAMS_PER_PROCESSOR)
     with launching(device):
@@ -271,14 +275,13 @@ def decode_(
             verdict,
             *settings,
             **cut_constants(cut),
-            **codec_constants(codec),
+            **codec_constants(codec, offset_bytes),
             PARAMETER_DTYPE=TRITON_DTYPES[table.parameter_dtype],
             BATCH=batch,
             AT_ONCE=at_once,
             BLOCK_LANES=lanes,
             COUNTER_BITS=counter_bits,
             TILE_WORDS=tile_words,
-            CLEARED=min(4096, triton.next_power_of_2(tile_words)),
             OVER_SENDERS=over_senders and num_replicas > 1,
             RULE=rule,
             PRECISION=PRECISION,
@@ -295,7 +298,7 @@ def _power_of_2_below(number: int) -> int:
 
 def num_lanes(codec: ChunkCodec) -> int:
     """Lanes that `read_records` needs for a record, as a power of two."""
-    constants = codec_constants(codec)
+    constants = codec_constants(codec, 0)
     lanes = codec.num_elements if constants["INDICES"] == "bitmap" else codec.num_kept
     if constants["INDICES"] == "elias_fano":
         lanes = codec.index_bits - codec.num_kept * int(str(constants["LOW_BITS"]))

@@ -5,8 +5,8 @@ a record of the payload, and m loses what the peers will decode from it. The fir
 through once and leaves a bit per candidate; the second looks at these few only, so that its many short waits for memory
 hold nothing up.
 
-A chunk whose gradient has NaN, Inf or a value too large in it leaves its momentum as it is and reports its tensor in the
-payload's header, by which everyone knows that this step must not be applied.
+A chunk whose momentum would have NaN, Inf or a value too large in it keeps its old momentum, sends nothing, and reports its
+tensor in the payload's header, by which everyone knows that this step must not be applied.
 """
 
 import struct
@@ -40,6 +40,7 @@ from thinwire.kernels.table import (
     load_tile,
     num_programs,
     padded_basis,
+    record_place,
     store_tile,
     tile_of,
 )
@@ -47,6 +48,7 @@ from thinwire.kernels.values import encode_values
 from thinwire.wire.codec import ChunkCodec
 from thinwire.wire.payload import PROBLEM_WORD
 
+_LEFT_ALONE: tl.constexpr = tl.constexpr(-1)
 _LIMIT_BITS: tl.constexpr = tl.constexpr(struct.unpack("<i", struct.pack("<f", GRADIENT_LIMIT))[0])
 
 
@@ -83,9 +85,8 @@ def _accumulate_kernel(
         after = chunk + tl.num_programs(0)
         next_row = tl.load(row_of_chunk_ptr + after, mask=after < last_chunk, other=0)
         local = chunk - tl.load(row_ptr + FIRST_CHUNK).to(tl.int32)
-        if MOST > 0:  # early, to have it when it is needed
-            hint_ptr = hints_ptr + tl.load(row_ptr + FIRST_RECORD) + local
-            hint = tl.load(hint_ptr)
+        hint_ptr = hints_ptr + tl.load(row_ptr + FIRST_RECORD) + local
+        hint = tl.load(hint_ptr)  # early, to have it when it is needed
         momentum_ptr = address(row_ptr, MOMENTUM, MOMENTUM_DTYPE, ALIGNED) + local.to(tl.int64) * NUM_ELEMENTS
         momentum = load_tile(momentum_ptr + index, in_chunk, FULL)
         if GRADIENT_DTYPE is None:
@@ -94,20 +95,29 @@ def _accumulate_kernel(
             gradient_ptr = address(row_ptr, GRADIENT, GRADIENT_DTYPE, ALIGNED)
             first, offsets, exists = tile_of(row_ptr, local, rows, cols, ROW_EDGE, COL_EDGE, PADDED, ALIGNED)
             coefficients = load_tile(gradient_ptr + first + offsets, exists, FULL)
-            fits = tl.max(coefficients.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < _LIMIT_BITS
-            tl.atomic_max(trouble_ptr, trouble - tl.load(row_ptr + TENSOR), mask=fits == 0, sem="relaxed")
             if not DENSE:
                 coefficients = tl.dot(coefficients, col_basis, input_precision=PRECISION)
                 coefficients = tl.dot(row_basis, coefficients, input_precision=PRECISION)
-            momentum = tl.where(fits, momentum * decay + coefficients * gradient_scale, momentum)
+            momentum = momentum * decay + coefficients * gradient_scale
         rounded = to_dtype(momentum, MOMENTUM_DTYPE)
-        store_tile(momentum_ptr + index, rounded, in_chunk, FULL)
-        if MOST > 0:
-            bits = rounded.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            if hint == 0:
-                hint = tl.maximum(tl.max(bits) - (1 << 24), 1)
+        bits = rounded.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        largest = tl.max(bits)
+        fits = largest < _LIMIT_BITS
+        if UNDOES:
+            fits = fits & (hint != _LEFT_ALONE)
+        if fits:
+            store_tile(momentum_ptr + index, rounded, in_chunk, FULL)
+        else:
+            tl.atomic_max(trouble_ptr, trouble - tl.load(row_ptr + TENSOR), sem="relaxed")
+        if MOST == 0:
+            if not UNDOES:
+                tl.store(hint_ptr, tl.where(fits, 0, _LEFT_ALONE))
+        else:
+            bits = tl.where(fits, bits, 0)
+            if hint <= 0:
+                hint = tl.maximum(largest - (1 << 24), 1)
             hint, num_low, num_high = threshold(bits, hint, FEWEST, MOST, BLOCK_R * BLOCK_C)
-            tl.store(hint_ptr, hint)
+            tl.store(hint_ptr, tl.where(fits, hint, _LEFT_ALONE))
             chunk_marks_ptr = marks_ptr + (chunk - first_chunk) * STRIDE
             # Where those equal to the last one kept tie for the last places, they are marked later, by `settle_ties`.
             is_tied = (num_low > MOST) & (hint > 0)
@@ -122,8 +132,8 @@ def _pack_kernel(
     NUM_ELEMENTS: tl.constexpr, COL_EDGE: tl.constexpr, MOMENTUM_DTYPE: tl.constexpr,
     K: tl.constexpr, EXACT: tl.constexpr, BATCH: tl.constexpr, BLOCK_L: tl.constexpr, MARKS: tl.constexpr,
     ROW_WORDS: tl.constexpr, WORD: tl.constexpr, STRIDE: tl.constexpr, RECORD_BYTES: tl.constexpr,
-    INDICES: tl.constexpr, INDEX_BITS: tl.constexpr, LOW_BITS: tl.constexpr, VALUES: tl.constexpr,
-    VALUE_BITS: tl.constexpr, HAS_SCALE: tl.constexpr,
+    BEGINS_WORDS: tl.constexpr, INDICES: tl.constexpr, INDEX_BITS: tl.constexpr, LOW_BITS: tl.constexpr,
+    VALUES: tl.constexpr, VALUE_BITS: tl.constexpr, HAS_SCALE: tl.constexpr,
 ):  # fmt: skip
     """A record from the marked coefficients of each chunk, and what the record says taken out of the momentum."""
     batch = tl.arange(0, BATCH)
@@ -175,9 +185,7 @@ def _pack_kernel(
     if VALUES == "sign":
         tl.store(units_ptr + records, unit, mask=in_batch)
 
-    bytes_ = stack_bytes + records * RECORD_BYTES
-    record_ptrs = (words_ptr + (bytes_ >> 2))[:, None]
-    begin = ((bytes_ & 3).to(tl.int32) * 8)[:, None]
+    record_ptrs, begin = record_place(words_ptr, stack_bytes, records, RECORD_BYTES, BEGINS_WORDS)
     is_void = in_batch[:, None] & (lane >= num_kept[:, None]) & (lane < K)
     if tl.max(is_void.to(tl.int32)) > 0:  # void slots come last and have the index E
         nowhere = lane * 0 + batch[:, None] * 0 + NUM_ELEMENTS
@@ -261,7 +269,7 @@ def encode_(
     """Encode the chunks of ``table`` into the records of a stack that begins at ``offset_bytes``; these bytes must be 0.
 
     ``units_C`` gets the sender's unit of each record, if the codec has one. ``hints_C`` (int32, 0 at first) says where to
-    look for the largest next time; it changes no result.
+    look for the largest next time, which changes no result, and which chunks were left alone.
     """
     search = _search(table.cut, codec)
     shape = (min(table.num_chunks, _RUN_CHUNKS) * search.stride,)
@@ -273,14 +281,15 @@ def encode_(
             _pack(table, codec, payload_B, offset_bytes, settings.share, chunks, search, marks, units_C)
 
 
-def undo_accumulate_(table: ChunkTable, payload_B: Tensor, settings: Settings, verdict: Tensor) -> None:
-    """Unless ``verdict`` (int32) is 0, take back ``m <- decay * m + gradient_scale * T(g)``. A decay of 0 gives 0."""
+def undo_accumulate_(table: ChunkTable, payload_B: Tensor, hints_C: Tensor, settings: Settings, verdict: Tensor) -> None:
+    """Unless ``verdict`` (int32) is 0, take back ``m <- decay * m + gradient_scale * T(g)``, but for the chunks that were
+    left alone, which ``hints_C`` knows. A decay of 0 gives 0."""
     decay = 1 / settings.decay if settings.decay else 0.0
     inverse = settings._replace(decay=decay, gradient_scale=-settings.gradient_scale * decay)
     nothing = table.row_of_chunk_C
     search = _Search(is_exact=True, most=0, block_listed=1, word=min(32, table.cut.block_cols), num_marks=1)
     with launching(payload_B.device):
-        _accumulate(table, inverse, payload_B, (0, table.num_chunks), search, 1, nothing, nothing, verdict)
+        _accumulate(table, inverse, payload_B, (0, table.num_chunks), search, 1, nothing, hints_C, verdict)
 
 
 def _accumulate(
@@ -348,7 +357,7 @@ def _pack(
         NUM_ELEMENTS=cut.num_elements,
         COL_EDGE=cut.col_edge,
         MOMENTUM_DTYPE=TRITON_DTYPES[table.momentum_dtype],
-        **codec_constants(codec),
+        **codec_constants(codec, offset_bytes),
         EXACT=search.is_exact,
         BATCH=batch,
         BLOCK_L=search.block_listed,

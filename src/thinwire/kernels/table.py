@@ -161,6 +161,16 @@ def address(row_ptr, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.cons
 
 
 @triton.jit
+def record_place(words_ptr, stack_bytes, records, RECORD_BYTES: tl.constexpr, BEGINS_WORDS: tl.constexpr):
+    """The word at which each record begins, and the bit in it, as columns. Where all begin words, the compiler may know."""
+    bytes_ = stack_bytes + records * RECORD_BYTES
+    if BEGINS_WORDS:
+        bytes_ = tl.multiple_of(bytes_, 4)
+        return (words_ptr + (bytes_ >> 2))[:, None], (bytes_ * 0).to(tl.int32)[:, None]
+    return (words_ptr + (bytes_ >> 2))[:, None], ((bytes_ & 3).to(tl.int32) * 8)[:, None]
+
+
+@triton.jit
 def load_tile(pointers, exists, FULL: tl.constexpr):
     """A tile as float32; 0 where nothing exists."""
     if FULL:
@@ -207,13 +217,14 @@ def cut_constants(cut: Cut) -> dict[str, object]:
     }
 
 
-def codec_constants(codec: ChunkCodec) -> dict[str, object]:
-    """The form of a record."""
+def codec_constants(codec: ChunkCodec, offset_bytes: int) -> dict[str, object]:
+    """The form of a record of a stack that begins at ``offset_bytes``."""
     indices = codec.index_codec.name
     low_bits = {"fixed_width": codec.num_elements.bit_length(), "elias_fano": codec_low_bits(codec)}
     return {
         "K": codec.num_kept,
         "RECORD_BYTES": codec.record_bytes,
+        "BEGINS_WORDS": codec.record_bytes % 4 == offset_bytes % 4 == 0,
         "INDICES": indices,
         "INDEX_BITS": codec.index_bits,
         "LOW_BITS": low_bits.get(indices, 0),

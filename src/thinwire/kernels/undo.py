@@ -21,6 +21,7 @@ from thinwire.kernels.table import (
     codec_constants,
     launching,
     num_programs,
+    record_place,
 )
 from thinwire.wire.codec import ChunkCodec
 
@@ -32,8 +33,9 @@ _LANES_AT_ONCE = 512
 def _give_back_kernel(
     rows_ptr, row_of_chunk_ptr, num_chunks, words_ptr, stack_bytes, units_ptr, verdict_ptr,
     NUM_ELEMENTS: tl.constexpr, MOMENTUM_DTYPE: tl.constexpr, BATCH: tl.constexpr, BLOCK_LANES: tl.constexpr,
-    K: tl.constexpr, RECORD_BYTES: tl.constexpr, INDICES: tl.constexpr, INDEX_BITS: tl.constexpr,
-    LOW_BITS: tl.constexpr, VALUES: tl.constexpr, VALUE_BITS: tl.constexpr, HAS_SCALE: tl.constexpr,
+    K: tl.constexpr, RECORD_BYTES: tl.constexpr, BEGINS_WORDS: tl.constexpr, INDICES: tl.constexpr,
+    INDEX_BITS: tl.constexpr, LOW_BITS: tl.constexpr, VALUES: tl.constexpr, VALUE_BITS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
 ):  # fmt: skip
     """``m[index] += value * unit`` for all that the own records say."""
     last = tl.where(tl.load(verdict_ptr) == 0, 0, num_chunks)
@@ -46,9 +48,7 @@ def _give_back_kernel(
         locals_ = chunks - tl.load(row_ptrs + FIRST_CHUNK)
         records = tl.load(row_ptrs + FIRST_RECORD) + locals_
         momentum_ptrs = (tl.load(row_ptrs + MOMENTUM).to(tl.pointer_type(MOMENTUM_DTYPE)) + locals_ * NUM_ELEMENTS)[:, None]
-        bytes_ = stack_bytes + records * RECORD_BYTES
-        record_ptrs = (words_ptr + (bytes_ >> 2))[:, None]
-        begin = ((bytes_ & 3).to(tl.int32) * 8)[:, None]
+        record_ptrs, begin = record_place(words_ptr, stack_bytes, records, RECORD_BYTES, BEGINS_WORDS)
         index, value, live = read_records(
             record_ptrs, begin, in_batch[:, None], lane, NUM_ELEMENTS, K, INDICES, INDEX_BITS, LOW_BITS, VALUES, VALUE_BITS,
             HAS_SCALE,
@@ -65,6 +65,7 @@ def undo_(
     payload_B: Tensor,
     offset_bytes: int,
     units_C: Tensor,
+    hints_C: Tensor,
     settings: Settings,
     verdict: Tensor,
 ) -> None:
@@ -85,6 +86,6 @@ def undo_(
             BATCH=batch,
             BLOCK_LANES=lanes,
             enable_fp_fusion=False,
-            **codec_constants(codec),
+            **codec_constants(codec, offset_bytes),
         )
-    undo_accumulate_(table, payload_B, settings, verdict)
+    undo_accumulate_(table, payload_B, hints_C, settings, verdict)

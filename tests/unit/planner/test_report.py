@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from thinwire.exchange.agreement import ROLL_CALL_BYTES
 from thinwire.exchange.plan import Coding, TensorSpec, make_plan
 from thinwire.optimizer import DEFAULT_DENSE_BELOW
 from thinwire.planner.cost import DEVICES, DeviceCosts
@@ -39,7 +38,7 @@ def test_rows_are_exact_to_the_byte() -> None:
         assert row.values is not None
         specs = [TensorSpec(spec.name, spec.shape, spec.dtype, 0) for spec in SPECS]
         plan = make_plan(specs, [Coding(64, row.topk, row.values, "adaptive", 4096)])
-        assert row.sent_bytes == plan.payload_bytes + ROLL_CALL_BYTES
+        assert row.sent_bytes == plan.payload_bytes
         assert row.received_bytes == 3 * row.sent_bytes
 
 

@@ -63,7 +63,7 @@ def test_an_unknown_problem_or_flag_is_refused() -> None:
         payload[place] = 77
         payload[56:64] = 0
         seal_(payload)
-        with pytest.raises(PayloadError, match="has (flags|problem)"):
+        with pytest.raises(PayloadError, match=r"has (flags|problem)"):
             read(payload)
 
 
