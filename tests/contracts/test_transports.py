@@ -126,19 +126,15 @@ class Tampering:
         self._inner.broadcast_(tensor, what)
 
 
-DAMAGED = [(0, "magic"), (4, "version"), (24, "checksum"), (32, "replica"), (70, "checksum")]
-
-
-@pytest.mark.parametrize(("place", "words", "backend"), [*((*how, "torch") for how in DAMAGED), (70, "checksum", "triton")])
-def test_a_damaged_payload_stops_the_step_before_anything_changes(place: int, words: str, backend: str) -> None:
-    if backend == "triton":
-        pytest.importorskip("triton", reason="triton has no build for this platform")
+@pytest.mark.parametrize(
+    ("place", "words"), [(0, "magic"), (4, "version"), (24, "checksum"), (32, "replica"), (70, "checksum")]
+)
+def test_a_damaged_payload_stops_the_step_before_anything_changes(place: int, words: str) -> None:
     outcomes: dict[int, tuple[str, bool]] = {}
 
     def work(transport: LoopbackTransport) -> None:
         model = build()
-        options: dict[str, Any] = {"chunk": 16, "topk": 8, "backend": backend, "transport": Tampering(transport, place)}
-        optimizer = DeMo(model.parameters(), lr=1e-2, **options)
+        optimizer = DeMo(model.parameters(), lr=1e-2, chunk=16, topk=8, transport=Tampering(transport, place))
         for step in range(2):
             train_step(model, optimizer, step, transport.replica)
         before = flat(model).clone()

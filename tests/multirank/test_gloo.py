@@ -293,4 +293,6 @@ def test_a_plan_may_change_on_the_way_if_all_change_it() -> None:
 def test_a_plan_that_changes_on_one_rank_is_named_on_all() -> None:
     outcomes = [outcome for outcome, _ in run_ranks(_unfreeze, 2, [1])]
     assert outcomes[0] == outcomes[1]
-    assert outcomes[0].startswith("AgreementError: the replicas do not agree: replica 0 has [number of tensors: 6]")
+    assert outcomes[0].startswith(
+        "AgreementError: the replicas do not agree: replica 0 has [number of tensors: 8], replica 1 "
+    )
