@@ -6,27 +6,31 @@ the host decides.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from thinwire.core.errors import ExchangeError, ThinwireError
 from thinwire.exchange.agreement import AllGather, name_the_difference
 from thinwire.exchange.plan import Bucket
 from thinwire.exchange.traffic import Traffic
 from thinwire.exchange.transport import Pending, Transport, metered
+from thinwire.gradients import fingerprint, first_trouble
 from thinwire.local_step import Encoding, LocalStep
 from thinwire.sealing import empty_findings, inspect_, open_, read_findings, seal_
 from thinwire.stack_step import GroupStep
-from thinwire.wire.payload import Header
+from thinwire.wire.payload import Header, Trouble
 
 _log = logging.getLogger("thinwire")
 _POLL_SECONDS = 2e-4
 
 
 class Attempt:
-    """``header`` is this replica's for every bucket; ``description`` is what its digest was made from."""
+    """``header`` is this replica's for every bucket; ``description`` is what its digest was made from. ``compares`` says
+    whether to look if all replicas have the same gradients."""
 
     def __init__(
         self,
@@ -37,54 +41,94 @@ class Attempt:
         description: Sequence[str],
         transport: Transport,
         traffic: Traffic,
+        compares: bool,
     ) -> None:
-        self.header, self._description = header, description
+        self.header, self.description, self.compares = header, description, compares
         self._transport, self._traffic = transport, traffic
         self._buckets, self._local, self._groups = buckets, local, groups
+        self._pending: list[Pending] = []
+        self._sent_gradients: list[tuple[int, Tensor | None, int]] = []
         self._is_told = False
         self._event: torch.cuda.Event | None = None
+        self.num_sent = 0
+        self._local.set_verdict_(0)
 
-    def exchange_(self) -> None:
-        """Encode every bucket, unless this replica has a problem, send it, and receive everyone's.
+    def first_trouble(self, found_inf: float | None = None) -> Trouble:
+        """What keeps this replica from sending the buckets that are left."""
+        left = [index for bucket, _ in self._buckets[self.num_sent :] for index in bucket.tensors]
+        return first_trouble([(i, self._local.tensors[i].parameter) for i in sorted(left)], found_inf, self._local.is_fused)
+
+    def send_next_(self, trouble: Trouble | None = None) -> None:
+        """Encode the next bucket, unless this replica has a problem, and begin to exchange it; see `exchange_` for what
+        happens if that fails."""
+        bucket, encoding = self._buckets[self.num_sent]
+        tensors = [(index, self._local.tensors[index].parameter) for index in bucket.tensors]
+        with self._taken_back_on_error():
+            trouble = first_trouble(tensors, None, self._local.is_fused) if trouble is None else trouble
+            header = replace(self.header, bucket=bucket.index, trouble=trouble)
+            if self.compares and bucket.index == 0 and not trouble.problem:
+                header = replace(header, fingerprint=fingerprint([parameter for _, parameter in tensors]))
+            open_(encoding.payload_B, header)
+            encoding.begun.clear()
+            if not trouble.problem:
+                self._local.encode_(bucket, self._groups, encoding)
+            self._send(bucket, encoding)
+        for index, parameter in tensors:
+            gradient = parameter.grad
+            self._sent_gradients.append((index, gradient, -1 if gradient is None else gradient._version))
+
+    def changed_gradient(self) -> int | None:
+        """The first tensor whose gradient is not what was sent."""
+        for index, sent, version in self._sent_gradients:
+            gradient = self._local.tensors[index].parameter.grad
+            if gradient is not sent or (gradient is not None and gradient._version != version):
+                return index
+        return None
+
+    def exchange_(self, trouble: Trouble) -> None:
+        """Send the buckets that are left, and receive everyone's.
 
         If anything fails, the momenta are given back what was taken from them, and payloads that are still owed are sent as
         given up: the others then stop at once too, and the next exchange finds all replicas at the same place.
         """
-        self._local.set_verdict_(0)
-        pending: list[Pending] = []
-        try:
-            for bucket, encoding in self._buckets:
-                open_(encoding.payload_B, replace(self.header, bucket=bucket.index))
-                encoding.begun.clear()
-                if not self.header.trouble.problem:
-                    self._local.encode_(bucket, self._groups, encoding)
-                pending.append(self._send(bucket, encoding))
+        while self.num_sent < len(self._buckets):
+            self.send_next_(trouble)
+        with self._taken_back_on_error():
+            spans = []
             with self._traffic.waiting():
-                for exchange in pending:
+                while self._pending:
+                    exchange = self._pending.pop(0)
                     exchange.wait()
+                    spans.append(exchange.span())
+            self._traffic.add_spans(spans)
             if self._transport.num_replicas > 1 or self._local.is_fused:
                 self._inspect_()
+
+    @contextmanager
+    def _taken_back_on_error(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             self.undo_()
             if not isinstance(error, ThinwireError):
-                self._give_up(len(pending))
+                self.give_up_()
             raise
 
-    def _send(self, bucket: Bucket, encoding: Encoding) -> Pending:
+    def _send(self, bucket: Bucket, encoding: Encoding) -> None:
         seal_(encoding.payload_B, self._local.is_fused)
         self._traffic.add(bucket.payload_bytes, self._transport.num_replicas)
         what = f"exchange of step {self.header.step}, bucket {bucket.index}"
-        return self._transport.start_all_gather_(encoding.payloads_RB, what)
+        self._pending.append(self._transport.start_all_gather_(encoding.payloads_RB, what))
+        self.num_sent += 1
 
-    def _give_up(self, num_sent: int) -> None:
+    def give_up_(self) -> None:
         """After an error of this replica's own: send what it still owes, marked as worthless."""
         try:
-            pending = []
-            for bucket, encoding in self._buckets[num_sent:]:
+            for bucket, encoding in self._buckets[self.num_sent :]:
                 open_(encoding.payload_B, replace(self.header, bucket=bucket.index, gave_up=True))
-                pending.append(self._send(bucket, encoding))
-            for exchange in pending:
-                exchange.wait()
+                self._send(bucket, encoding)
+            while self._pending:
+                self._pending.pop(0).wait()
         except ThinwireError as error:
             _log.warning("could not tell the other replicas that this one gave up: %s", error)
 
@@ -109,7 +153,7 @@ class Attempt:
         for bucket, encoding in self._buckets:
             findings_RW = encoding.told_RW if self._is_told else encoding.findings_RW.cpu()
             headers += read_findings(bucket, findings_RW, replace(self.header, bucket=bucket.index))
-        _compare_digests(headers, self.header, self._description, metered(self._transport, self._traffic))
+        _compare_digests(headers, self.header, self.description, metered(self._transport, self._traffic))
         for header in headers:
             if header.gave_up:
                 raise ExchangeError(f"replica {header.replica} gave up step {header.step} because of an error of its own")

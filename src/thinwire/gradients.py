@@ -14,13 +14,15 @@ from thinwire.wire.payload import Problem, Trouble
 _FINGERPRINT_ELEMENTS = 4096
 
 
-def first_trouble(parameters: Sequence[Tensor], found_inf: float | None, finite_checked_later: bool = False) -> Trouble:
-    """What keeps this replica from stepping, and the first parameter concerned.
+def first_trouble(
+    parameters: Sequence[tuple[int, Tensor]], found_inf: float | None, finite_checked_later: bool = False
+) -> Trouble:
+    """What keeps this replica from stepping, and the number of the first parameter concerned.
 
     ``found_inf`` is what a GradScaler found, None if there is no scaler. Values are not looked at if that is done later, and
     no scaler says that it is worth while.
     """
-    present = [(index, parameter.grad) for index, parameter in enumerate(parameters) if parameter.grad is not None]
+    present = [(index, parameter.grad) for index, parameter in parameters if parameter.grad is not None]
     for index, gradient in present:
         if gradient.layout != torch.strided:
             return Trouble(Problem.SPARSE, index)

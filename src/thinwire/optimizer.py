@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire import checkpoint
@@ -21,23 +22,24 @@ from thinwire.core.errors import (
     check_float,
     check_int,
 )
-from thinwire.core.layout import empty_momentum
 from thinwire.core.update_rules import UPDATE_RULES, Hyper
 from thinwire.exchange.agreement import hold_roll_call
 from thinwire.exchange.collective import default_transport, is_distributed
-from thinwire.exchange.plan import ExchangePlan, TensorSpec, digest_of, make_plan
+from thinwire.exchange.plan import ExchangePlan, digest_of
 from thinwire.exchange.traffic import Traffic
 from thinwire.exchange.transport import Transport, metered
-from thinwire.gradients import check_own_gradients, fingerprint, first_trouble
+from thinwire.gradients import check_own_gradients
 from thinwire.local_step import BACKENDS, Encoding, LocalStep
-from thinwire.options import MOMENTUM_DTYPES, check_group, check_parameter, coding_of, lr_of, settings_lines
-from thinwire.slabs import LocalTensor
+from thinwire.options import check_group, check_parameter, lr_of
+from thinwire.overlap import Overlap, check_nothing_changed
+from thinwire.planning import describe, plan_and_tensors, signature_of, specs_of
 from thinwire.stack_step import GroupStep
 from thinwire.wire.payload import Header, Problem
 
 _log = logging.getLogger("thinwire")
 ON_NONFINITE = ("raise", "skip")
 DEFAULT_DENSE_BELOW = 4096
+DEFAULT_OVERLAPPED_BUCKETS = 8
 
 
 class DeMo(Optimizer):
@@ -71,7 +73,8 @@ class DeMo(Optimizer):
         transport: any other way to reach the replicas, e.g. `thinwire.exchange.loopback`; excludes ``process_group``.
         sync_parameters: start from replica 0's parameters.
         timeout_seconds: the longest wait for another replica.
-        num_buckets: payloads, and so collectives, per step.
+        num_buckets: payloads, and so collectives, per step; 1, or 8 with ``overlap``.
+        overlap: send each bucket as soon as backward has its gradients, see `accumulate`.
         backend: ``triton`` for fused kernels on NVIDIA GPUs, ``torch`` for plain tensor operations on any device; ``auto``
             takes the fastest that runs.
     """
@@ -103,13 +106,17 @@ class DeMo(Optimizer):
         transport: Transport | None = None,
         sync_parameters: bool = True,
         timeout_seconds: float = 300.0,
-        num_buckets: int = 1,
+        num_buckets: int | None = None,
+        overlap: bool = False,
         backend: str = "auto",
     ) -> None:
         self._combine = check_choice("combine", combine, COMBINE_RULES)
         self._on_nonfinite = check_choice("on_nonfinite", on_nonfinite, ON_NONFINITE)
         self._sync_parameters = check_bool("sync_parameters", sync_parameters)
-        self._num_buckets = check_int("num_buckets", num_buckets, 1)
+        self._overlaps = check_bool("overlap", overlap)
+        default_buckets = DEFAULT_OVERLAPPED_BUCKETS if overlap else 1
+        self._num_buckets = default_buckets if num_buckets is None else check_int("num_buckets", num_buckets, 1)
+        self._overlap: Overlap | None = None
         check_float("timeout_seconds", timeout_seconds, 1e-3)
         self._backend = check_choice("backend", backend, BACKENDS)
         group_options = {
@@ -220,16 +227,22 @@ class DeMo(Optimizer):
         return loss
 
     def _step_together(self) -> None:
-        self.synchronize()
-        self._check_group_is_known()
-        self.traffic.start_step()
-        self._refresh()
-        self._announce_plan_if_new()
-        attempt = self._attempt()
+        attempt = self._overlap.take() if self._overlap is not None else None
         if attempt is None:
+            self._prepare()
+            attempt = self._attempt()
+        else:
+            self._check_nothing_changed(attempt)
+        trouble = attempt.first_trouble(self._from_scaler("found_inf"))
+        if trouble.problem and self.num_replicas == 1:
+            self._handle_trouble(replace(attempt.header, trouble=trouble))
             return
-        attempt.exchange_()
-        if self._local.is_fused and not attempt.header.fingerprint:
+        try:
+            attempt.exchange_(trouble)
+        except BaseException:
+            self._encodings = None  # an exchange that failed may still write to them
+            raise
+        if self._local.is_fused and not attempt.compares:
             attempt.finish_on_device_(self._combine)
             self._count(1)
             self._unsettled = attempt
@@ -269,23 +282,58 @@ class DeMo(Optimizer):
         for group in self.param_groups:
             group["num_steps"] += steps
 
-    def _attempt(self) -> Attempt | None:
-        """What all replicas are about to do together; None if this one, alone, leaves the step out."""
-        parameters = [local.parameter for local in self._local.tensors]
-        trouble = first_trouble(parameters, self._from_scaler("found_inf"), finite_checked_later=self._local.is_fused)
-        header, description = self._header()
-        header = replace(header, trouble=trouble)
-        if trouble.problem and self.num_replicas == 1:
-            self._handle_trouble(header)
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Add up gradients inside, and leave them to `step()`. Only with ``overlap`` does it make a difference: there, all
+        backward passes but the last before a step must run inside; or every one, if gradients are clipped or unscaled."""
+        with self._overlap.held_back() if self._overlap is not None else nullcontext():
+            yield
+
+    def _prepare(self) -> None:
+        """All that may change what replicas have agreed on, before a step begins."""
+        self.synchronize()
+        self._check_group_is_known()
+        self.traffic.start_step()
+        self._refresh()
+        if self.num_replicas > 1 and self._plan.digest != self._agreed_plan.digest:
+            # All replicas must change their plan at the same step, and must learn it if one of them did not.
+            announce_plan(self._agreed_plan.buckets, *self._header(), self._transport, self.traffic)
+            self._agreed_plan = self._plan
+
+    def _begin_early(self) -> Attempt | None:
+        """The attempt of the step to come, during backward; None if something has changed that `step()` must see to."""
+        self.synchronize()
+        is_as_planned = signature_of(self.param_groups, self.state) == self._planned_signature
+        if not is_as_planned or self._plan.digest != self._agreed_plan.digest:
             return None
-        if self.num_replicas > 1 and not (trouble.problem or self._has_checked_sync):
-            header = replace(header, fingerprint=fingerprint(parameters))
+        self._prepare()
+        return self._attempt()
+
+    def _check_nothing_changed(self, attempt: Attempt) -> None:
+        try:
+            is_scaled = getattr(self, "grad_scale", None) is not None
+            check_nothing_changed(attempt, self._plan, self._header()[0].digest, is_scaled)
+        except BaseException:
+            attempt.undo_()
+            attempt.give_up_()
+            raise
+
+    def _check_idle(self) -> None:
+        """Before anything that would meet half a step."""
+        self.synchronize()
+        if self._overlap is not None and self._overlap.is_under_way:
+            raise ThinwireError("backward has sent gradients for a step that was not taken yet; call step() first")
+
+    def _attempt(self) -> Attempt:
+        """What all replicas are about to do together."""
+        header, description = self._header()
+        compares = self.num_replicas > 1 and not self._has_checked_sync
         groups = [self._group_step(group) for group in self.param_groups]
         if self._encodings is None:
             place = (self.replica, self.num_replicas)
             self._encodings = [self._local.empty(bucket, *place) for bucket in self._plan.buckets]
         buckets = list(zip(self._plan.buckets, self._encodings, strict=True))
-        return Attempt(buckets, self._local, groups, header, description, self._transport, self.traffic)
+        return Attempt(buckets, self._local, groups, header, description, self._transport, self.traffic, compares)
 
     def _header(self) -> tuple[Header, list[str]]:
         """Of the step to come, and what its digest was made from."""
@@ -301,17 +349,11 @@ class DeMo(Optimizer):
         for header in headers:
             if header.trouble.problem:
                 return self._handle_trouble(header)
-        if not self._has_checked_sync:
+        if attempt.compares:
             parameters = [local.parameter for local in self._local.tensors]
             fingerprints = [header.fingerprint for header in headers[: self.num_replicas]]
             self._has_checked_sync = check_own_gradients(fingerprints, parameters)
         return True
-
-    def _announce_plan_if_new(self) -> None:
-        """All replicas must change their plan at the same step, and must learn it if one of them did not."""
-        if self.num_replicas > 1 and self._plan.digest != self._agreed_plan.digest:
-            announce_plan(self._agreed_plan.buckets, *self._header(), self._transport, self.traffic)
-            self._agreed_plan = self._plan
 
     def _group_step(self, group: dict[str, Any]) -> GroupStep:
         lr = float(lr_of(group))  # type: ignore[arg-type]
@@ -351,13 +393,8 @@ class DeMo(Optimizer):
         return False
 
     def _description(self) -> list[str]:
-        lines = [*self._plan.description, f"step: {self.num_steps}"]
-        lines += [f"combine: {self._combine!r}", f"on_nonfinite: {self._on_nonfinite!r}"]
-        for index, group in enumerate(self.param_groups):
-            lines += settings_lines(index, group)
-            # They are not trained, but must be the same on all replicas.
-            lines += [f"frozen: {spec.fact}" for spec, parameter in self._specs(index) if not parameter.requires_grad]
-        return lines
+        facts = {"step": self.num_steps, "combine": self._combine, "on_nonfinite": self._on_nonfinite}
+        return describe(self._plan, self.param_groups, facts)
 
     def _agree_and_synchronise(self, groups: list[dict[str, Any]]) -> None:
         """Compare descriptions with all replicas, then take over replica 0's parameters."""
@@ -389,14 +426,14 @@ class DeMo(Optimizer):
             raise TypeError(f"a parameter group must be a dict, got {type(param_group).__name__}")
         check_group({**self.defaults, **param_group})
         if self._is_ready:
-            self.synchronize()
+            self._check_idle()
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group["num_steps"] = 0
         try:
             if len(set(map(id, group["params"]))) < len(group["params"]):
                 raise ValueError("a parameter group holds the same parameter twice")
-            for spec, parameter in self._specs(len(self.param_groups) - 1):
+            for spec, parameter in specs_of(group, len(self.param_groups) - 1):
                 if parameter.requires_grad:
                     check_parameter(parameter, spec.name)
             if self._is_ready:
@@ -409,68 +446,31 @@ class DeMo(Optimizer):
                 self._rebuild()
             raise
 
-    def _specs(self, index: int) -> Iterator[tuple[TensorSpec, Tensor]]:
-        """The parameters of a group, in order."""
-        group = self.param_groups[index]
-        names = group.get("param_names") or [f"parameter {place} of group {index}" for place in range(len(group["params"]))]
-        for name, parameter in zip(names, group["params"], strict=True):
-            yield TensorSpec(name, tuple(parameter.shape), str(parameter.dtype), index), parameter
-
-    def _signature(self) -> list[object]:
-        """All that plan and local step were built from, so that a change is noticed: a layer unfrozen, another topk,
-        parameters or state moved to other tensors."""
-        signature: list[object] = []
-        for group in self.param_groups:
-            signature.append((coding_of(group), group["update"], group["momentum_dtype"]))
-            for parameter in group["params"]:
-                kept = [id(tensor) for tensor in self.state[parameter].values()] if parameter in self.state else []
-                tensor = (id(parameter), parameter.requires_grad, parameter.shape, parameter.dtype, parameter.device)
-                signature.append((*tensor, kept))
-        return signature
-
     def _refresh(self) -> None:
         """Check the groups, which schedulers and users write to, and rebuild the plan if need be."""
         for group in self.param_groups:
             check_group(group)
-        if self._signature() != self._planned_signature:
+        if signature_of(self.param_groups, self.state) != self._planned_signature:
             self._rebuild()
 
     def _rebuild(self) -> None:
-        """Make the plan, and the state of every parameter that takes part and has none yet."""
-        everything = [spec for index in range(len(self.param_groups)) for spec in self._specs(index)]
-        trained = [(spec, parameter) for spec, parameter in everything if parameter.requires_grad]
-        codings = [coding_of(group) for group in self.param_groups]
-        plan = make_plan([spec for spec, _ in trained], codings, self._num_buckets)
-        tensors = []
-        for index, (spec, parameter) in enumerate(trained):
-            tensors.append(self._local_tensor(plan, index, spec, parameter))
-        self._plan, self._local, self._planned_signature = plan, LocalStep(plan, tensors, self._backend), self._signature()
+        """Make plan and state anew."""
+        self._plan, tensors = plan_and_tensors(self.param_groups, self.state, self._num_buckets)
+        self._local = LocalStep(self._plan, tensors, self._backend)
+        self._planned_signature = signature_of(self.param_groups, self.state)
         self._encodings = None
-
-    def _local_tensor(self, plan: ExchangePlan, index: int, spec: TensorSpec, parameter: Tensor) -> LocalTensor:
-        check_parameter(parameter, spec.name)
-        group, layout, state = self.param_groups[spec.group], plan.layout_of(index), self.state[parameter]
-        momentum, dtype = state.get("momentum"), MOMENTUM_DTYPES[group["momentum_dtype"]]
-        if momentum is None:
-            momentum = empty_momentum(layout, dtype, parameter.device)
-        if momentum.shape != (layout.num_chunks, layout.num_elements):
-            raise ValueError(
-                f"{spec.name} already has momentum in chunks of another size; its shape, chunk, layout and dense_below "
-                "cannot change during training"
-            )
-        state["momentum"] = momentum.to(dtype=dtype, device=parameter.device).contiguous()
-        local = LocalTensor(parameter, state["momentum"])
-        for name in UPDATE_RULES[group["update"]].state_names:
-            tensor = state.get(name, torch.zeros(parameter.shape, device="cpu"))
-            state[name] = tensor.to(dtype=local.compute_dtype, device=parameter.device).contiguous()
-            local.rule_state[name] = state[name]
-        return local
+        if self._overlap is not None:
+            self._overlap.remove()
+            self._overlap = None
+        if self._overlaps and self.num_replicas > 1:
+            parameters = [local.parameter for local in tensors]
+            self._overlap = Overlap(self._plan, parameters, WeakMethod(self._begin_early))
 
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict, and under ``thinwire`` whose residual momentum it holds."""
-        self.synchronize()
+        self._check_idle()
         self._refresh()
         return {**super().state_dict(), checkpoint.KEY: checkpoint.identity(self)}
 
@@ -482,7 +482,7 @@ class DeMo(Optimizer):
         replica, replica count or plan; ``keep`` takes it whosever it is, where the shapes fit; ``zero`` starts without.
         """
         check_choice("residual", residual, checkpoint.RESIDUAL_POLICIES)
-        self.synchronize()
+        self._check_idle()
         self._refresh()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict

@@ -105,6 +105,15 @@ class _Gather:
     ) -> None:
         self._transport, self._work, self._what = transport, work, what
         self._gathered_RB, self._messages_RB = gathered_RB, messages_RB
+        self._began, self._ended = time.monotonic(), 0.0
+        if gathered_RB.device.type == "cpu":
+            work.get_future().add_done_callback(self._end)
+
+    def _end(self, _: object) -> None:
+        self._ended = time.monotonic()
+
+    def span(self) -> tuple[float, float] | None:
+        return (self._began, self._ended) if self._ended else None
 
     def wait(self) -> None:
         self._transport.wait_for(self._work, self._what)

@@ -12,6 +12,7 @@ For tests, studies and notebooks::
 """
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -31,6 +32,7 @@ class _Meeting:
     def __init__(self) -> None:
         self.messages: dict[int, Tensor] = {}
         self.num_taken = 0
+        self.last_came = 0.0
 
 
 class LoopbackHub:
@@ -56,11 +58,12 @@ class LoopbackHub:
     def post(self, number: int, replica: int, message: Tensor) -> None:
         """Bring a message to exchange ``number``."""
         with self._changed:
-            self._meetings.setdefault(number, _Meeting()).messages[replica] = message
+            meeting = self._meetings.setdefault(number, _Meeting())
+            meeting.messages[replica], meeting.last_came = message, time.monotonic()
             self._changed.notify_all()
 
-    def collect(self, number: int, what: str) -> list[Tensor]:
-        """Wait until all have come, and return their messages in replica order."""
+    def collect(self, number: int, what: str) -> tuple[list[Tensor], float]:
+        """Wait until all have come, and return their messages in replica order, and when the last one came."""
         with self._changed:
             meeting = self._meetings[number]
             self._changed.wait_for(lambda: self._is_settled(meeting), self._timeout_seconds)
@@ -74,7 +77,7 @@ class LoopbackHub:
                 del self._meetings[number]
         if len({message.numel() for message in messages}) > 1:
             raise ExchangeError(f"{what}: replicas sent {[message.numel() for message in messages]} bytes, not equally many")
-        return messages
+        return messages, meeting.last_came
 
     def _is_settled(self, meeting: _Meeting) -> bool:
         return all(replica in meeting.messages or replica in self._gone for replica in range(self.num_replicas))
@@ -84,9 +87,14 @@ class _Posted:
     def __init__(self, hub: LoopbackHub, number: int, what: str, replica: int, messages_RB: Tensor) -> None:
         self._hub, self._number, self._what = hub, number, what
         self._replica, self._messages_RB = replica, messages_RB
+        self._began = self._ended = time.monotonic()
+
+    def span(self) -> tuple[float, float]:
+        return self._began, max(self._began, self._ended)
 
     def wait(self) -> None:
-        for replica, message in enumerate(self._hub.collect(self._number, self._what)):
+        messages, self._ended = self._hub.collect(self._number, self._what)
+        for replica, message in enumerate(messages):
             if replica != self._replica:
                 self._messages_RB[replica].copy_(message)
 

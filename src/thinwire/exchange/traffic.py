@@ -1,7 +1,7 @@
 """How many bytes an optimizer sends and receives, and how long it waits for them: the traffic meter."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -10,12 +10,19 @@ from dataclasses import dataclass, field
 class Count:
     """Bytes and exchanges. ``sent_bytes`` is what this replica hands to the exchange, counted once however many receive
     it; ``received_bytes`` is what comes from the others. A replica's own copy never counts. ``wait_seconds`` is how long the
-    program stood still for the others' bytes."""
+    program stood still for the others' bytes; ``exchange_seconds`` is how long payloads were under way, if the transport can
+    tell (NCCL cannot)."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
     num_exchanges: int = 0
     wait_seconds: float = field(default=0.0, compare=False)
+    exchange_seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def hidden_seconds(self) -> float:
+        """How long payloads were under way while the program did something else."""
+        return max(0.0, self.exchange_seconds - self.wait_seconds)
 
     def add(self, message_bytes: int, num_replicas: int) -> None:
         """Count one all-gather of ``message_bytes`` from each of ``num_replicas``. Alone, nothing crosses a wire."""
@@ -57,3 +64,12 @@ class Traffic:
         """Count the time spent inside as waiting for the running step's exchanges."""
         with self.total.waiting(), self.last_step.waiting():
             yield
+
+    def add_spans(self, spans: Iterable[tuple[float, float] | None]) -> None:
+        """Count how long at least one exchange of the running step was under way."""
+        end, seconds = 0.0, 0.0
+        for first, last in sorted(span for span in spans if span is not None):
+            seconds += max(0.0, last - max(first, end))
+            end = max(end, last)
+        self.last_step.exchange_seconds += seconds
+        self.total.exchange_seconds += seconds

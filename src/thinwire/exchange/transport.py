@@ -19,6 +19,10 @@ class Pending(Protocol):
         """Return when everyone's bytes are there, or, on a GPU, when all that is launched from now on will find them."""
         ...
 
+    def span(self) -> tuple[float, float] | None:
+        """When it began and ended by `time.monotonic`; None if that is not known. To be asked after `wait`."""
+        ...
+
 
 class Transport(Protocol):
     """One replica's end of the wire."""
@@ -67,6 +71,9 @@ class Done:
 
     def wait(self) -> None:
         """Nothing to wait for."""
+
+    def span(self) -> None:
+        """Nothing took time."""
 
 
 class SoloTransport:

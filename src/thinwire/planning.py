@@ -1,0 +1,77 @@
+"""From parameter groups and optimizer state to what is trained: plan, tensors with their state, and both in words."""
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.core.layout import empty_momentum
+from thinwire.core.update_rules import UPDATE_RULES
+from thinwire.exchange.plan import ExchangePlan, TensorSpec, make_plan
+from thinwire.options import MOMENTUM_DTYPES, check_parameter, coding_of, settings_lines
+from thinwire.slabs import LocalTensor
+
+Group = dict[str, Any]
+State = MutableMapping[Tensor, dict[str, Any]]
+
+
+def specs_of(group: Group, index: int) -> Iterator[tuple[TensorSpec, Tensor]]:
+    """The parameters of a group, in order."""
+    names = group.get("param_names") or [f"parameter {place} of group {index}" for place in range(len(group["params"]))]
+    for name, parameter in zip(names, group["params"], strict=True):
+        yield TensorSpec(name, tuple(parameter.shape), str(parameter.dtype), index), parameter
+
+
+def signature_of(groups: Sequence[Group], state: State) -> list[object]:
+    """All that plan and tensors are made from, so that a change is noticed: a layer unfrozen, another topk, parameters or
+    state moved to other tensors."""
+    signature: list[object] = []
+    for group in groups:
+        signature.append((coding_of(group), group["update"], group["momentum_dtype"]))
+        for parameter in group["params"]:
+            kept = [id(tensor) for tensor in state[parameter].values()] if parameter in state else []
+            tensor = (id(parameter), parameter.requires_grad, parameter.shape, parameter.dtype, parameter.device)
+            signature.append((*tensor, kept))
+    return signature
+
+
+def plan_and_tensors(groups: Sequence[Group], state: State, num_buckets: int) -> tuple[ExchangePlan, list[LocalTensor]]:
+    """The plan, and every parameter that takes part with its state, which is made where there is none yet."""
+    everything = [pair for index, group in enumerate(groups) for pair in specs_of(group, index)]
+    trained = [(spec, parameter) for spec, parameter in everything if parameter.requires_grad]
+    plan = make_plan([spec for spec, _ in trained], [coding_of(group) for group in groups], num_buckets)
+    tensors = []
+    for index, (spec, parameter) in enumerate(trained):
+        check_parameter(parameter, spec.name)
+        tensors.append(_local_tensor(plan, index, parameter, groups[spec.group], state[parameter]))
+    return plan, tensors
+
+
+def _local_tensor(plan: ExchangePlan, index: int, parameter: Tensor, group: Group, state: dict[str, Any]) -> LocalTensor:
+    layout = plan.layout_of(index)
+    momentum, dtype = state.get("momentum"), MOMENTUM_DTYPES[group["momentum_dtype"]]
+    if momentum is None:
+        momentum = empty_momentum(layout, dtype, parameter.device)
+    if momentum.shape != (layout.num_chunks, layout.num_elements):
+        raise ValueError(
+            f"{plan.tensors[index].name} already has momentum in chunks of another size; its shape, chunk, layout and "
+            "dense_below cannot change during training"
+        )
+    state["momentum"] = momentum.to(dtype=dtype, device=parameter.device).contiguous()
+    local = LocalTensor(parameter, state["momentum"])
+    for name in UPDATE_RULES[group["update"]].state_names:
+        tensor = state.get(name, torch.zeros(parameter.shape, device="cpu"))
+        state[name] = tensor.to(dtype=local.compute_dtype, device=parameter.device).contiguous()
+        local.rule_state[name] = state[name]
+    return local
+
+
+def describe(plan: ExchangePlan, groups: Sequence[Group], facts: dict[str, object]) -> list[str]:
+    """A line per fact that all replicas must share: the plan, ``facts``, and the settings of each group."""
+    lines = [*plan.description, *(f"{name}: {value!r}" for name, value in facts.items())]
+    for index, group in enumerate(groups):
+        lines += settings_lines(index, group)
+        # They are not trained, but must be the same on all replicas.
+        lines += [f"frozen: {spec.fact}" for spec, parameter in specs_of(group, index) if not parameter.requires_grad]
+    return lines

@@ -1,0 +1,278 @@
+"""Exchanges that begin during backward: the same bits, hidden time, and clear words where it cannot work."""
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.ranks import run_ranks
+from tests.training import batch, build, flat, train
+from thinwire import DeMo, NonFiniteGradientError, ThinwireError
+from thinwire.exchange.loopback import LoopbackTransport, run_replicas
+from thinwire.exchange.transport import Pending
+
+OPTIONS: dict[str, Any] = {"chunk": 16, "topk": 8, "dense_below": 60, "num_buckets": 4}
+
+
+def _train(rank: int, options: dict[str, Any]) -> tuple[Tensor, list[float], int]:
+    model, optimizer, losses = train(rank, 8, **options)
+    return flat(model), losses, optimizer.traffic.total.sent_bytes
+
+
+@pytest.mark.parametrize("more", [{}, {"update": "muon", "weight_decay": 0.1, "momentum_dtype": "bfloat16"}])
+def test_the_same_bits_as_without(more: dict[str, Any]) -> None:
+    late, early = (run_ranks(_train, 3, {**OPTIONS, **more, "overlap": overlap}) for overlap in (False, True))
+    for rank, (parameters, losses, sent_bytes) in enumerate(early):
+        assert torch.equal(parameters, early[0][0])
+        assert torch.equal(parameters, late[0][0])
+        assert losses == late[rank][1]
+        assert sent_bytes == late[rank][2]
+
+
+def gradients(model: nn.Module, step: int, replica: int) -> None:
+    images, labels = batch(step, replica)
+    nn.functional.cross_entropy(model(images), labels).backward()
+
+
+def run(overlap: bool, loop: Callable[[nn.Module, DeMo, int], None], num_replicas: int = 2, **options: Any) -> list[Tensor]:
+    """The parameters of all replicas after ``loop(model, optimizer, replica)``."""
+
+    def work(transport: LoopbackTransport) -> Tensor:
+        model = build()
+        optimizer = DeMo(model.named_parameters(), lr=1e-2, overlap=overlap, transport=transport, **{**OPTIONS, **options})
+        loop(model, optimizer, transport.replica)
+        return flat(model)
+
+    return run_replicas(work, num_replicas)
+
+
+def accumulating(model: nn.Module, optimizer: DeMo, replica: int) -> None:
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(3):
+            with optimizer.accumulate() if part < 2 else nullcontext():
+                gradients(model, 10 * step + part, replica)
+        optimizer.step()
+
+
+def clipping(model: nn.Module, optimizer: DeMo, replica: int) -> None:
+    for step in range(3):
+        optimizer.zero_grad()
+        with optimizer.accumulate():
+            gradients(model, step, replica)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+
+def scaling(model: nn.Module, optimizer: DeMo, replica: int) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        images, labels = batch(step, replica)
+        loss = nn.functional.cross_entropy(model(images), labels)
+        with optimizer.accumulate():
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def freezing(model: nn.Module, optimizer: DeMo, replica: int) -> None:
+    for step in range(6):
+        optimizer.zero_grad()
+        model.get_parameter("wide.weight").requires_grad_(step not in (2, 3))
+        gradients(model, step, replica)
+        optimizer.step()
+
+
+def leaving_out(model: nn.Module, optimizer: DeMo, replica: int) -> None:
+    """Each replica uses other parts of the model, in another order."""
+    for step in range(4):
+        optimizer.zero_grad()
+        images, labels = batch(step, replica)
+        hidden = torch.zeros(8, 37) if replica == step % 2 else model.wide(torch.relu(model.conv(images)).flatten(1))  # type: ignore[operator]
+        output = model.out(model.norm(hidden))  # type: ignore[operator]
+        nn.functional.cross_entropy(output, labels).backward()
+        optimizer.step()
+
+
+def skipping(model: nn.Module, optimizer: DeMo, replica: int) -> None:
+    for step in range(4):
+        optimizer.zero_grad()
+        bad = step == 2 and replica == 1
+        images, labels = batch(step, replica)
+        nn.functional.cross_entropy(model(images * (torch.nan if bad else 1)), labels).backward()
+        before = flat(model).clone()
+        optimizer.step()
+        assert (step == 2) == torch.equal(flat(model), before)
+    assert (optimizer.num_steps, optimizer.num_skipped_steps) == (3, 1)
+
+
+@pytest.mark.parametrize("loop", [accumulating, clipping, scaling, freezing, leaving_out])
+def test_what_people_do_with_gradients_gives_the_same_bits(loop: Callable[[nn.Module, DeMo, int], None]) -> None:
+    results = [*run(False, loop), *run(True, loop)]
+    for result in results:
+        assert torch.equal(result, results[0])
+
+
+def test_a_gradient_that_is_not_finite_is_one_decision_on_all() -> None:
+    # What was sent before the bad gradient came is taken back, which rounds.
+    late, early = run(False, skipping, on_nonfinite="skip"), run(True, skipping, on_nonfinite="skip")
+    assert torch.equal(*early)
+    assert torch.allclose(early[0], late[0], atol=0.05)
+    with pytest.raises(NonFiniteGradientError, match=r"replica 1 has NaN or Inf in the gradient of .* at step 3"):
+        run(True, skipping)
+
+
+def changed_gradients(model: nn.Module, optimizer: DeMo, replica: int) -> None:
+    gradients(model, 0, replica)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def changed_lr(model: nn.Module, optimizer: DeMo, replica: int) -> None:
+    gradients(model, 0, replica)
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.step()
+
+
+def second_backward(model: nn.Module, optimizer: DeMo, replica: int) -> None:
+    gradients(model, 0, replica)
+    gradients(model, 1, replica)
+
+
+def scaled(model: nn.Module, optimizer: DeMo, replica: int) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    images, labels = batch(0, replica)
+    scaler.scale(nn.functional.cross_entropy(model(images), labels)).backward()
+    scaler.step(optimizer)
+
+
+def saving(model: nn.Module, optimizer: DeMo, replica: int) -> None:
+    gradients(model, 0, replica)
+    optimizer.state_dict()
+
+
+def late_accumulation(model: nn.Module, optimizer: DeMo, replica: int) -> None:
+    gradients(model, 0, replica)
+    with optimizer.accumulate():
+        gradients(model, 1, replica)
+
+
+@pytest.mark.parametrize(
+    ("loop", "words"),
+    [
+        (
+            changed_gradients,
+            r"the gradient of .* changed after it was sent; call backward inside `with optimizer\.acc",
+        ),
+        (changed_lr, r"a learning rate or the parameters changed between backward and step\(\)"),
+        (
+            second_backward,
+            r"got another gradient after the first was sent; call backward inside `with optimizer\.acc",
+        ),
+        (scaled, "before the GradScaler could unscale them"),
+        (saving, r"a step that was not taken yet; call step\(\) first"),
+        (late_accumulation, r"accumulate\(\) after a backward whose gradients were sent; call step\(\) first"),
+    ],
+)
+def test_what_cannot_work_is_said(loop: Callable[[nn.Module, DeMo, int], None], words: str) -> None:
+    with pytest.raises(ThinwireError, match=words):
+        run(True, loop)
+
+
+def test_a_failed_step_can_be_followed_by_others() -> None:
+    def loop(model: nn.Module, optimizer: DeMo, replica: int) -> None:
+        with pytest.raises(ThinwireError, match="changed between backward"):
+            changed_lr(model, optimizer, replica)
+        optimizer.param_groups[0]["lr"] = 1e-2
+        for step in range(2):
+            optimizer.zero_grad()
+            gradients(model, step, replica)
+            optimizer.step()
+        assert optimizer.num_steps == 2
+
+    assert torch.equal(*run(True, loop))
+
+
+def test_hooks_are_gone_with_the_optimizer() -> None:
+    def work(transport: LoopbackTransport) -> None:
+        model = build()
+        DeMo(model.parameters(), overlap=True, transport=transport)
+        gradients(model, 0, transport.replica)
+
+    run_replicas(work, 2)
+
+
+class Slow:
+    """A wire that takes its time, a link at a time."""
+
+    def __init__(self, inner: LoopbackTransport, seconds_per_byte: float) -> None:
+        self._inner, self._seconds_per_byte = inner, seconds_per_byte
+        self.replica, self.num_replicas = inner.replica, inner.num_replicas
+        self._free_at = 0.0
+
+    def start_all_gather_(self, messages_RB: Tensor, what: str) -> Any:
+        began = time.monotonic()
+        seconds = messages_RB.numel() * self._seconds_per_byte if what.startswith("exchange") else 0.0
+        self._free_at = max(began, self._free_at) + seconds
+        return _Delayed(self._inner.start_all_gather_(messages_RB, what), began, self._free_at)
+
+    def broadcast_(self, tensor: Tensor, what: str) -> None:
+        self._inner.broadcast_(tensor, what)
+
+
+class _Delayed:
+    def __init__(self, inner: Pending, began: float, ends: float) -> None:
+        self._inner, self._began, self._ends = inner, began, ends
+
+    def wait(self) -> None:
+        self._inner.wait()
+        time.sleep(max(0.0, self._ends - time.monotonic()))
+
+    def span(self) -> tuple[float, float]:
+        return self._began, self._ends
+
+
+class _Pause(torch.autograd.Function):
+    """Backward takes a while here."""
+
+    @staticmethod
+    def forward(_: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        time.sleep(0.125)
+        return gradient
+
+
+def test_most_of_the_exchange_hides_behind_backward() -> None:
+    """1 s of backward, 0.5 s of exchange: what is exposed falls by half at least."""
+
+    def exposed(overlap: bool) -> list[tuple[float, float]]:
+        def work(transport: LoopbackTransport) -> tuple[float, float]:
+            torch.manual_seed(0)
+            layers = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(8)])
+            options: dict[str, Any] = {"num_buckets": 8, "dense_below": 0, "overlap": overlap}
+            plan_bytes = DeMo(layers.parameters(), num_buckets=8, dense_below=0).plan.payload_bytes
+            slow = Slow(transport, 0.5 / (2 * plan_bytes))
+            optimizer = DeMo(layers.parameters(), transport=slow, **options)
+            for _ in range(2):
+                optimizer.zero_grad()
+                hidden = torch.randn(4, 64)
+                for layer in layers:
+                    hidden = layer(_Pause.apply(hidden))
+                hidden.square().mean().backward()
+                optimizer.step()
+            return optimizer.traffic.last_step.wait_seconds, optimizer.traffic.last_step.hidden_seconds
+
+        return run_replicas(work, 2)
+
+    for (late_wait, _), (early_wait, early_hidden) in zip(exposed(False), exposed(True), strict=True):
+        assert late_wait > 0.45
+        assert early_wait < late_wait / 2
+        assert early_hidden > 0.2
