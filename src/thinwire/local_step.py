@@ -62,7 +62,7 @@ class LocalStep:
 
     def _step_for(self, stack: Stack, bucket: Bucket, plan: ExchangePlan, backend: str) -> StackStep:
         device = self.tensors[stack.entries[0].tensor].parameter.device
-        if backend == "torch" or (backend == "auto" and device.type == "cpu"):
+        if backend == "torch" or (backend == "auto" and device.type in ("cpu", "meta")):
             return self._plain(stack)
         reason = why_not(stack, self.tensors)
         if reason is None and device != self._payload_device(bucket):

@@ -208,7 +208,7 @@ def thinwire_demo(
     compute_seconds: float,
     costs: DeviceCosts,
 ) -> Workload:
-    """Thinwire's DeMo: one all-gather of all payloads, which does not overlap with backward yet."""
+    """Thinwire's DeMo: one all-gather of all payloads after backward; ``overlap=True`` is not modelled."""
     return Workload(
         method="Thinwire DeMo",
         topk=topk,

@@ -96,6 +96,8 @@ class OptimConfig:
     """DeMo: what the sum of a coefficient is divided by."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """DeMo: what computes its step: triton (fused kernels, NVIDIA GPUs), torch (any device), or the fastest that runs."""
+    overlap: bool = False
+    """DeMo: begin to exchange while backward runs; needs clip 0, since the norm is known only after it."""
     beta1: float = 0.9
     """First decay of adamw and lion; momentum of sgd."""
     beta2: float = 0.95
@@ -212,6 +214,10 @@ def check(config: TrainConfig, num_replicas: int) -> None:
         for name, only in {"update": "sign", "values": "auto", "combine": "mean_over_senders"}.items():
             if values[name] != only:
                 raise ValueError(f"{name}={values[name]!r} is no part of the published algorithm; use optimizer=demo")
+    if config.optim.overlap and config.optim.clip:
+        raise ValueError(f"overlap sends gradients before their norm is known: clip={config.optim.clip} must be 0 with it")
+    if config.optim.overlap and config.optim.optimizer != "demo":
+        raise ValueError(f"overlap is an option of optimizer=demo, not of {config.optim.optimizer}")
     _check_batch(config.schedule, num_replicas)
 
 

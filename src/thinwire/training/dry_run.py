@@ -64,7 +64,7 @@ def memory_bytes(config: OptimConfig, model: nn.Module, num_replicas: int) -> di
         needs["state of the update rule"] = _bytes_of(
             t for state in states for name, t in state.items() if name != "momentum"
         )
-        needs["payloads"] = optimizer.plan.payload_bytes * (num_replicas + 1)
+        needs["payloads"] = optimizer.plan.payload_bytes * num_replicas
     else:
         needs["optimizer state"] = needs["parameters"] * _DENSE_STATES[config.optimizer]
     return {name: needed for name, needed in needs.items() if needed}

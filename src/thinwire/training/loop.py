@@ -62,8 +62,9 @@ class Run:
 
     def __init__(self, job: Job, device: torch.device, transport: Transport, console: Console, stack: ExitStack) -> None:
         self._job, self._config, self._device, self._transport = job, job.config, device, transport
-        # DeMo waits for the GPU before each exchange anyway, so that waiting a little earlier costs nothing.
-        has_early_sync = device.type == "cuda" and job.config.optim.optimizer in DECOUPLED_OPTIMIZERS
+        # Over gloo DeMo waits for the GPU before each exchange anyway, so that waiting a little earlier costs nothing.
+        is_decoupled = job.config.optim.optimizer in DECOUPLED_OPTIMIZERS
+        has_early_sync = device.type == "cuda" and is_decoupled and transport.num_replicas > 1 and backend_name() == "gloo"
         self._clock = Clock(torch.cuda.synchronize if has_early_sync else None)
         self._data = load_data(self._config)
         self._checkpoints = Checkpoints(job.folder, transport)

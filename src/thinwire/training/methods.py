@@ -91,6 +91,7 @@ class Decoupled:
                 betas=(config.beta1, config.beta2),
                 transport=transport,
                 backend=config.kernels,
+                overlap=config.overlap,
             )
         self.traffic = self.optimizer.traffic
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
@@ -100,8 +101,8 @@ class Decoupled:
         _set_lrs([self.optimizer], [self._peaks], lr_share)
 
     def accumulating(self) -> AbstractContextManager[Any]:
-        """There is no averaging to hold back."""
-        return nullcontext()
+        """Hold the exchange back, if it would begin during backward."""
+        return self.optimizer.accumulate()
 
     def after_backward(self, largest_norm: float) -> None:
         """Clip what `step` will see."""

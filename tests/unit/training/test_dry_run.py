@@ -26,7 +26,7 @@ def test_memory_is_that_of_the_real_optimizer(update: str) -> None:
     needs = memory_bytes(config.optim, build_on_meta(config), 4)
     assert needs["parameters"] == sum(parameter.nbytes for parameter in model.parameters())
     assert needs["momentum"] + needs.get("state of the update rule", 0) == held
-    assert needs["payloads"] == 5 * optimizer.plan.payload_bytes
+    assert needs["payloads"] == 4 * optimizer.plan.payload_bytes
 
 
 @pytest.mark.parametrize(("optimizer", "copies"), [("adamw", 2), ("sgd", 1)])

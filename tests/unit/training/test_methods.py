@@ -1,5 +1,6 @@
 """Every optimizer trains with the same loop; schedules and groups are what they say."""
 
+from contextlib import nullcontext
 from copy import deepcopy
 
 import pytest
@@ -47,6 +48,32 @@ def test_every_optimizer_learns_and_resumes(optimizer: str) -> None:
     other = build_method(config, copy, copy, SoloTransport())
     other.load_state_dict(deepcopy(method.state_dict()), "exact")
     assert train(method, 5, seed=9) == train(other, 5, seed=9)
+
+
+def test_overlap_changes_nothing_but_the_time() -> None:
+    def losses(overlap: bool) -> list[list[float]]:
+        config = OptimConfig(chunk=16, topk=8, overlap=overlap, clip=0.0)
+
+        def work(transport: Transport) -> list[float]:
+            model = net()
+            method = build_method(config, model, model, transport)
+            found = []
+            generator = torch.Generator().manual_seed(transport.replica)
+            for _ in range(5):
+                method.start_step(1.0)
+                for place in range(2):
+                    tokens = torch.randint(0, 20, (64,), generator=generator)
+                    with method.accumulating() if place == 0 else nullcontext():
+                        loss = nn.functional.cross_entropy(method.model(tokens), (tokens + 1) % 20)
+                        loss.backward()
+                method.after_backward(0.0)
+                method.step()
+                found.append(loss.item())
+            return found
+
+        return run_replicas(work, 2)
+
+    assert losses(True) == losses(False)
 
 
 def test_only_matrices_decay() -> None:
