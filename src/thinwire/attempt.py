@@ -16,6 +16,7 @@ from torch import Tensor
 from thinwire.core.errors import ExchangeError, ThinwireError
 from thinwire.exchange.agreement import AllGather, name_the_difference
 from thinwire.exchange.plan import Bucket
+from thinwire.exchange.sharding import align_gradient
 from thinwire.exchange.traffic import Traffic
 from thinwire.exchange.transport import Pending, Transport, metered
 from thinwire.gradients import fingerprint, first_trouble
@@ -51,36 +52,42 @@ class Attempt:
         self._is_told = False
         self._event: torch.cuda.Event | None = None
         self.num_sent = 0
+        self.said: list[Header] = []
+        """The own headers, as sent."""
         self._local.set_verdict_(0)
 
     def first_trouble(self, found_inf: float | None = None) -> Trouble:
         """What keeps this replica from sending the buckets that are left."""
         left = [index for bucket, _ in self._buckets[self.num_sent :] for index in bucket.tensors]
-        return first_trouble([(i, self._local.tensors[i].parameter) for i in sorted(left)], found_inf, self._local.is_fused)
+        for index in left:
+            align_gradient(self._local.tensors[index].source)
+        return first_trouble([(i, self._local.tensors[i].gradient) for i in sorted(left)], found_inf, self._local.is_fused)
 
     def send_next_(self, trouble: Trouble | None = None) -> None:
         """Encode the next bucket, unless this replica has a problem, and begin to exchange it; see `exchange_` for what
         happens if that fails."""
         bucket, encoding = self._buckets[self.num_sent]
-        tensors = [(index, self._local.tensors[index].parameter) for index in bucket.tensors]
-        with self._taken_back_on_error():
-            trouble = first_trouble(tensors, None, self._local.is_fused) if trouble is None else trouble
+        with self.taken_back_on_error():
+            for index in bucket.tensors:
+                align_gradient(self._local.tensors[index].source)
+            gradients = [(index, self._local.tensors[index].gradient) for index in bucket.tensors]
+            trouble = first_trouble(gradients, None, self._local.is_fused) if trouble is None else trouble
             header = replace(self.header, bucket=bucket.index, trouble=trouble)
             if self.compares and bucket.index == 0 and not trouble.problem:
-                header = replace(header, fingerprint=fingerprint([parameter for _, parameter in tensors]))
+                header = replace(header, fingerprint=fingerprint([gradient for _, gradient in gradients]))
+            self.said.append(header)
             open_(encoding.payload_B, header)
             encoding.begun.clear()
             if not trouble.problem:
                 self._local.encode_(bucket, self._groups, encoding)
             self._send(bucket, encoding)
-        for index, parameter in tensors:
-            gradient = parameter.grad
+        for index, gradient in gradients:
             self._sent_gradients.append((index, gradient, -1 if gradient is None else gradient._version))
 
     def changed_gradient(self) -> int | None:
         """The first tensor whose gradient is not what was sent."""
         for index, sent, version in self._sent_gradients:
-            gradient = self._local.tensors[index].parameter.grad
+            gradient = self._local.tensors[index].gradient
             if gradient is not sent or (gradient is not None and gradient._version != version):
                 return index
         return None
@@ -93,7 +100,7 @@ class Attempt:
         """
         while self.num_sent < len(self._buckets):
             self.send_next_(trouble)
-        with self._taken_back_on_error():
+        with self.taken_back_on_error():
             spans = []
             with self._traffic.waiting():
                 while self._pending:
@@ -105,7 +112,8 @@ class Attempt:
                 self._inspect_()
 
     @contextmanager
-    def _taken_back_on_error(self) -> Iterator[None]:
+    def taken_back_on_error(self) -> Iterator[None]:
+        """See `exchange_`."""
         try:
             yield
         except BaseException as error:
@@ -149,7 +157,9 @@ class Attempt:
 
         Raises, on every replica that sees it, unless all payloads are sound, all replicas agree, and nobody gave up.
         """
-        headers = []
+        if self._transport.num_replicas == 1 and not self._local.is_fused:
+            return self.said
+        headers: list[Header] = []
         for bucket, encoding in self._buckets:
             findings_RW = encoding.told_RW if self._is_told else encoding.findings_RW.cpu()
             headers += read_findings(bucket, findings_RW, replace(self.header, bucket=bucket.index))

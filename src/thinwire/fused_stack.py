@@ -110,7 +110,7 @@ class FusedStack:
                 self._tensors[index].parameter.copy_(target)
 
     def _gradients(self) -> dict[int, Tensor]:
-        found = ((entry.tensor, self._tensors[entry.tensor].parameter.grad) for entry in self._stack.entries)
+        found = ((entry.tensor, self._tensors[entry.tensor].gradient) for entry in self._stack.entries)
         gradients = {index: gradient.contiguous() for index, gradient in found if gradient is not None}
         return {index: g.float() if g.dtype == torch.float64 else g for index, g in gradients.items()}
 

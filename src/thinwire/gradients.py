@@ -15,14 +15,14 @@ _FINGERPRINT_ELEMENTS = 4096
 
 
 def first_trouble(
-    parameters: Sequence[tuple[int, Tensor]], found_inf: float | None, finite_checked_later: bool = False
+    gradients: Sequence[tuple[int, Tensor | None]], found_inf: float | None, finite_checked_later: bool = False
 ) -> Trouble:
-    """What keeps this replica from stepping, and the number of the first parameter concerned.
+    """What keeps this replica from stepping, and the number of the first gradient concerned.
 
     ``found_inf`` is what a GradScaler found, None if there is no scaler. Values are not looked at if that is done later, and
     no scaler says that it is worth while.
     """
-    present = [(index, parameter.grad) for index, parameter in parameters if parameter.grad is not None]
+    present = [(index, gradient) for index, gradient in gradients if gradient is not None]
     for index, gradient in present:
         if gradient.layout != torch.strided:
             return Trouble(Problem.SPARSE, index)
@@ -49,14 +49,14 @@ def _first_nonfinite(gradients: Sequence[tuple[int, Tensor]]) -> int:
     return min(bad, default=-1)
 
 
-def fingerprint(parameters: Sequence[Tensor]) -> int:
+def fingerprint(gradients: Sequence[Tensor | None]) -> int:
     """A checksum of the first elements of the first gradient that is not all zero; 0 if there is none.
 
     Replicas that saw different data practically never have the same.
     """
-    for parameter in parameters:
-        if parameter.grad is not None:
-            head = parameter.grad.flatten()[:_FINGERPRINT_ELEMENTS].double()
+    for gradient in gradients:
+        if gradient is not None:
+            head = gradient.flatten()[:_FINGERPRINT_ELEMENTS].double()
             if bool(head.any()):
                 return zlib.crc32(head.cpu().numpy().tobytes()) + 1
     return 0

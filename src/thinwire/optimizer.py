@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 from weakref import WeakMethod
 
@@ -26,6 +25,7 @@ from thinwire.core.update_rules import UPDATE_RULES, Hyper
 from thinwire.exchange.agreement import hold_roll_call
 from thinwire.exchange.collective import default_transport, is_distributed
 from thinwire.exchange.plan import ExchangePlan, digest_of
+from thinwire.exchange.sharding import find_island, local_of
 from thinwire.exchange.traffic import Traffic
 from thinwire.exchange.transport import Transport, metered
 from thinwire.gradients import check_own_gradients
@@ -34,7 +34,7 @@ from thinwire.options import check_group, check_parameter, lr_of
 from thinwire.overlap import Overlap, check_nothing_changed
 from thinwire.planning import describe, plan_and_tensors, signature_of, specs_of
 from thinwire.stack_step import GroupStep
-from thinwire.wire.payload import Header, Problem
+from thinwire.wire.payload import Header, Problem, Trouble
 
 _log = logging.getLogger("thinwire")
 ON_NONFINITE = ("raise", "skip")
@@ -234,31 +234,32 @@ class DeMo(Optimizer):
         else:
             self._check_nothing_changed(attempt)
         trouble = attempt.first_trouble(self._from_scaler("found_inf"))
-        if trouble.problem and self.num_replicas == 1:
-            self._handle_trouble(replace(attempt.header, trouble=trouble))
-            return
-        try:
-            attempt.exchange_(trouble)
-        except BaseException:
-            self._encodings = None  # an exchange that failed may still write to them
-            raise
-        if self._local.is_fused and not attempt.compares:
+        if self._local.is_fused and self._island.is_one_rank and not attempt.compares:
+            self._exchange(attempt, trouble)
             attempt.finish_on_device_(self._combine)
             self._count(1)
             self._unsettled = attempt
             if not any(device.type == "cuda" for device in self._local.verdicts):
                 self.synchronize()
             return
-        try:
-            may_step = self._may_step(attempt)
-        except BaseException:
-            attempt.undo_()
-            raise
-        if may_step:
+        with attempt.taken_back_on_error():
+            with self._island.told_of_failure():
+                self._exchange(attempt, trouble)
+                troubled = self._first_troubled(attempt)
+            troubled = self._island.first_troubled(attempt.header, troubled)
+        if troubled is None:
             attempt.apply_(self._combine)
             self._count(1)
         else:
             attempt.undo_()
+            self._handle_trouble(troubled)
+
+    def _exchange(self, attempt: Attempt, trouble: Trouble) -> None:
+        try:
+            attempt.exchange_(trouble)
+        except BaseException:
+            self._encodings = None  # an exchange that failed may still write to them
+            raise
 
     def synchronize(self) -> None:
         """Wait for the last step, and raise what is wrong with it.
@@ -271,12 +272,13 @@ class DeMo(Optimizer):
             return
         try:
             attempt.wait(self._timeout_seconds)
-            is_taken = self._may_step(attempt)
+            troubled = self._first_troubled(attempt)
         except BaseException:
             self._count(-1)
             raise
-        if not is_taken:
+        if troubled is not None:
             self._count(-1)
+            self._handle_trouble(troubled)
 
     def _count(self, steps: int) -> None:
         for group in self.param_groups:
@@ -341,19 +343,17 @@ class DeMo(Optimizer):
         description = self._description() if self.num_replicas > 1 else []
         return Header(digest_of(description), self.num_steps + 1, self.replica, 0), description
 
-    def _may_step(self, attempt: Attempt) -> bool:
-        """Whether all replicas can take this step. False: all skip it. Raises on every replica if they must not go on."""
-        if self.num_replicas == 1 and not self._local.is_fused:
-            return True  # what could be wrong was known before
+    def _first_troubled(self, attempt: Attempt) -> Header | None:
+        """What keeps a replica from this step; None: all can take it. Raises on every replica if they must not go on."""
         headers = attempt.check()
         for header in headers:
             if header.trouble.problem:
-                return self._handle_trouble(header)
+                return header
         if attempt.compares:
-            parameters = [local.parameter for local in self._local.tensors]
+            parameters = [local.source for local in self._local.tensors]
             fingerprints = [header.fingerprint for header in headers[: self.num_replicas]]
             self._has_checked_sync = check_own_gradients(fingerprints, parameters)
-        return True
+        return None
 
     def _group_step(self, group: dict[str, Any]) -> GroupStep:
         lr = float(lr_of(group))  # type: ignore[arg-type]
@@ -377,7 +377,7 @@ class DeMo(Optimizer):
 
     # Agreement.
 
-    def _handle_trouble(self, header: Header) -> bool:
+    def _handle_trouble(self, header: Header) -> None:
         """Raise, or say that the step is skipped."""
         replica, problem, tensor = header.replica, header.trouble.problem, header.trouble.tensor
         name = self._plan.tensors[tensor].name if 0 <= tensor < len(self._plan.tensors) else "a tensor"
@@ -390,7 +390,6 @@ class DeMo(Optimizer):
             )
         _log.warning("step skipped on all replicas: replica %d has NaN or Inf in the gradient of %s", replica, name)
         self._num_skipped_steps += 1
-        return False
 
     def _description(self) -> list[str]:
         facts = {"step": self.num_steps, "combine": self._combine, "on_nonfinite": self._on_nonfinite}
@@ -407,9 +406,10 @@ class DeMo(Optimizer):
             return
         for group in groups:
             for parameter in group["params"]:
-                if parameter.numel() and parameter.layout == torch.strided:
-                    setup.add(parameter.numel() * parameter.element_size(), self.num_replicas)
-                    self._transport.broadcast_(parameter.data, "first copy of replica 0's parameters")
+                local = local_of(parameter).data
+                if local.numel() and local.layout == torch.strided:
+                    setup.add(local.numel() * local.element_size(), self.num_replicas)
+                    self._transport.broadcast_(local, "first copy of replica 0's parameters")
 
     def _check_group_is_known(self) -> None:
         if self._waits_for_group and is_distributed() and dist.get_world_size() > 1:
@@ -458,12 +458,14 @@ class DeMo(Optimizer):
         self._plan, tensors = plan_and_tensors(self.param_groups, self.state, self._num_buckets)
         self._local = LocalStep(self._plan, tensors, self._backend)
         self._planned_signature = signature_of(self.param_groups, self.state)
+        named = zip((spec.name for spec in self._plan.tensors), (local.source for local in tensors), strict=True)
+        self._island = find_island(named, getattr(self._transport, "ranks", ()))
         self._encodings = None
         if self._overlap is not None:
             self._overlap.remove()
             self._overlap = None
         if self._overlaps and self.num_replicas > 1:
-            parameters = [local.parameter for local in tensors]
+            parameters = [local.source for local in tensors]
             self._overlap = Overlap(self._plan, parameters, WeakMethod(self._begin_early))
 
     # Checkpoints.

@@ -70,8 +70,6 @@ def check_parameter(parameter: Tensor, name: str) -> None:
         raise TypeError(f"{name} has dtype {parameter.dtype}; DeMo trains real floating-point parameters only")
     if parameter.layout != torch.strided:
         raise TypeError(f"{name} has layout {parameter.layout}; DeMo trains strided parameters only")
-    if hasattr(parameter, "device_mesh"):
-        raise TypeError(f"{name} is a DTensor; sharded parameters are not supported yet")
 
 
 def coding_of(group: Mapping[str, Any]) -> Coding:

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.layout import empty_momentum
+from thinwire.core.layout import empty_momentum, matrix_shape
 from thinwire.core.update_rules import UPDATE_RULES
 from thinwire.exchange.plan import ExchangePlan, TensorSpec, make_plan
+from thinwire.exchange.sharding import local_of, part_of
 from thinwire.options import MOMENTUM_DTYPES, check_parameter, coding_of, settings_lines
 from thinwire.slabs import LocalTensor
 
@@ -20,7 +21,7 @@ def specs_of(group: Group, index: int) -> Iterator[tuple[TensorSpec, Tensor]]:
     """The parameters of a group, in order."""
     names = group.get("param_names") or [f"parameter {place} of group {index}" for place in range(len(group["params"]))]
     for name, parameter in zip(names, group["params"], strict=True):
-        yield TensorSpec(name, tuple(parameter.shape), str(parameter.dtype), index), parameter
+        yield TensorSpec(name, tuple(local_of(parameter).shape), str(parameter.dtype), index, part_of(parameter)), parameter
 
 
 def signature_of(groups: Sequence[Group], state: State) -> list[object]:
@@ -31,7 +32,8 @@ def signature_of(groups: Sequence[Group], state: State) -> list[object]:
         signature.append((coding_of(group), group["update"], group["momentum_dtype"]))
         for parameter in group["params"]:
             kept = [id(tensor) for tensor in state[parameter].values()] if parameter in state else []
-            tensor = (id(parameter), parameter.requires_grad, parameter.shape, parameter.dtype, parameter.device)
+            local = local_of(parameter)
+            tensor = (id(parameter), parameter.requires_grad, local.shape, parameter.dtype, local.device)
             signature.append((*tensor, kept))
     return signature
 
@@ -44,25 +46,38 @@ def plan_and_tensors(groups: Sequence[Group], state: State, num_buckets: int) ->
     tensors = []
     for index, (spec, parameter) in enumerate(trained):
         check_parameter(parameter, spec.name)
+        _check_whole_matrices(spec, groups[spec.group])
         tensors.append(_local_tensor(plan, index, parameter, groups[spec.group], state[parameter]))
     return plan, tensors
 
 
+def _check_whole_matrices(spec: TensorSpec, group: Group) -> None:
+    """Refuse a rule on whole matrices where this rank has only a piece of them."""
+    if spec.part is None or not UPDATE_RULES[group["update"]].whole_matrices:
+        return
+    whole, chunk = spec.part.whole_shape, group["chunk"]
+    if len(whole) < 2 or matrix_shape(whole, chunk)[1:] != matrix_shape(spec.shape, chunk)[1:]:
+        raise ValueError(
+            f"update={group['update']!r} needs whole matrices, and this rank has {spec.shape} of {spec.name}, which is "
+            f"{whole}; use another rule for sharded matrices, or leave them unsharded"
+        )
+
+
 def _local_tensor(plan: ExchangePlan, index: int, parameter: Tensor, group: Group, state: dict[str, Any]) -> LocalTensor:
-    layout = plan.layout_of(index)
+    layout, device = plan.layout_of(index), local_of(parameter).device
     momentum, dtype = state.get("momentum"), MOMENTUM_DTYPES[group["momentum_dtype"]]
     if momentum is None:
-        momentum = empty_momentum(layout, dtype, parameter.device)
+        momentum = empty_momentum(layout, dtype, device)
     if momentum.shape != (layout.num_chunks, layout.num_elements):
         raise ValueError(
             f"{plan.tensors[index].name} already has momentum in chunks of another size; its shape, chunk, layout and "
             "dense_below cannot change during training"
         )
-    state["momentum"] = momentum.to(dtype=dtype, device=parameter.device).contiguous()
+    state["momentum"] = momentum.to(dtype=dtype, device=device).contiguous()
     local = LocalTensor(parameter, state["momentum"])
     for name in UPDATE_RULES[group["update"]].state_names:
-        tensor = state.get(name, torch.zeros(parameter.shape, device="cpu"))
-        state[name] = tensor.to(dtype=local.compute_dtype, device=parameter.device).contiguous()
+        tensor = state.get(name, torch.zeros(local.parameter.shape, device="cpu"))
+        state[name] = tensor.to(dtype=local.compute_dtype, device=device).contiguous()
         local.rule_state[name] = state[name]
     return local
 

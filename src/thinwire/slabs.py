@@ -15,6 +15,7 @@ from torch import Tensor
 
 from thinwire.core.layout import ChunkLayout
 from thinwire.exchange.plan import Stack
+from thinwire.exchange.sharding import local_of
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,24 @@ class Limits:
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """A parameter, and what this replica keeps for it: residual momentum (C, E) and the state of its update rule."""
+    """A parameter, and what this replica keeps for it: residual momentum (C, E) and the state of its update rule.
 
-    parameter: Tensor
+    ``source`` is the parameter as the model has it; all work is done on the part of it that lies on this rank.
+    """
+
+    source: Tensor
     momentum_CE: Tensor
     rule_state: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def parameter(self) -> Tensor:
+        """This rank's part."""
+        return local_of(self.source)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """This rank's part of the gradient."""
+        return None if self.source.grad is None else local_of(self.source.grad)
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -90,7 +90,7 @@ class TorchStack:
         return self._slabs
 
     def _gradients(self) -> dict[int, Tensor]:
-        found = ((entry.tensor, self._tensors[entry.tensor].parameter.grad) for entry in self._stack.entries)
+        found = ((entry.tensor, self._tensors[entry.tensor].gradient) for entry in self._stack.entries)
         return {index: gradient.contiguous() for index, gradient in found if gradient is not None}
 
     def _momentum_of(self, piece: Piece) -> Tensor:

@@ -73,11 +73,23 @@ class ChunkLayout:
         return min(max(1, round(topk * self.num_elements / chunk**2)), self.num_elements)
 
 
-def plan_layout(shape: tuple[int, ...], chunk: int, dense_below: int = 0, layout: str = "adaptive") -> ChunkLayout:
+@dataclass(frozen=True)
+class Part:
+    """Where a tensor lies in a larger one, of which others hold the rest."""
+
+    whole_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+def plan_layout(
+    shape: tuple[int, ...], chunk: int, dense_below: int = 0, layout: str = "adaptive", part: Part | None = None
+) -> ChunkLayout:
     """Choose the cut of a tensor of this shape. ``published`` cuts every dim by its largest divisor, whatever its size."""
     numel = math.prod(shape)
     if numel == 0:
         return ChunkLayout(shape, 1, 0, 1, 1, 1, dense=False)
+    if part is not None:
+        return _plan_part(shape, part, chunk, dense_below, layout)
     if layout == "published":
         matrices, rows, cols = 1, *_published_matrix(shape)
         row_edge, col_edge = _largest_divisor(rows, chunk), _largest_divisor(cols, chunk)
@@ -87,6 +99,43 @@ def plan_layout(shape: tuple[int, ...], chunk: int, dense_below: int = 0, layout
     dense = numel < dense_below
     matrices, rows, cols = (1, 1, numel) if dense else matrix_shape(shape, chunk)
     return _banded(shape, matrices, rows, cols, cut_edge(rows, chunk), cut_edge(cols, chunk), dense)
+
+
+def _plan_part(shape: tuple[int, ...], part: Part, chunk: int, dense_below: int, layout: str) -> ChunkLayout:
+    """The cut of the whole, if the part begins and ends between its chunks; else a cut of its own."""
+    whole = plan_layout(part.whole_shape, chunk, dense_below, layout)
+    window = _window(shape, part, whole.dense, chunk if layout == "adaptive" else 0)
+    if window is not None:
+        matrices, (rows, row_offset, whole_rows), (cols, col_offset, whole_cols) = window
+        fits = _ends_between_chunks(rows, row_offset, whole_rows, whole.row_edge)
+        if fits and _ends_between_chunks(cols, col_offset, whole_cols, whole.col_edge):
+            return _banded(shape, matrices, rows, cols, whole.row_edge, whole.col_edge, whole.dense)
+    return plan_layout(shape, chunk, math.prod(shape) + 1 if whole.dense else 0, layout)
+
+
+Extent = tuple[int, int, int]
+"""Size, offset, size of the whole."""
+
+
+def _window(shape: tuple[int, ...], part: Part, dense: bool, chunk: int) -> tuple[int, Extent, Extent] | None:
+    """A part as (matrices, rows, cols) of the whole's; None if it is no window of them. ``chunk`` 0: no stacked matrices."""
+    whole, offset = part.whole_shape, part.offset
+    if dense or len(whole) < 2:
+        per_row = math.prod(whole[1:])
+        if shape[1:] != whole[1:]:
+            return None
+        return 1, (1, 0, 1), (math.prod(shape), offset[0] * per_row if whole else 0, math.prod(whole))
+    if chunk and len(whole) > 2 and min(whole[-2:]) >= chunk / 2:
+        rows, cols = (shape[-2], offset[-2], whole[-2]), (shape[-1], offset[-1], whole[-1])
+        return math.prod(shape[:-2]), rows, cols
+    per_col = math.prod(whole[2:])
+    if shape[2:] != whole[2:]:
+        return None
+    return 1, (shape[0], offset[0], whole[0]), (shape[1] * per_col, offset[1] * per_col, whole[1] * per_col)
+
+
+def _ends_between_chunks(size: int, offset: int, whole: int, edge: int) -> bool:
+    return offset % edge == 0 and (size % edge == 0 or offset + size == whole)
 
 
 def matrix_shape(shape: tuple[int, ...], chunk: int) -> tuple[int, int, int]:

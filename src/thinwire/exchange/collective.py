@@ -46,6 +46,7 @@ class CollectiveTransport:
         if self.replica < 0:
             raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
         self.num_replicas = dist.get_world_size(group)
+        self.ranks = dist.get_process_group_ranks(group)
         # Ranks build their transports in the same order, so the count is the same on all of them.
         self._roster = _Roster(_store_of(group), f"thinwire/{next(_instances)}", self.replica, self.num_replicas)
         self._device = _message_device(group)

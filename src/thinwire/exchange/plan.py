@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from thinwire.core.layout import ChunkLayout, plan_layout
+from thinwire.core.layout import ChunkLayout, Part, plan_layout
 from thinwire.wire.codec import ChunkCodec
 from thinwire.wire.payload import DIGEST_BYTES, HEADER_BYTES, payload_bytes
 from thinwire.wire.values import VALUE_CODECS
@@ -34,17 +34,20 @@ class Coding:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One parameter as all replicas must have it. ``name`` is for messages."""
+    """One parameter as all replicas must have it. ``name`` is for messages. Where a replica is sharded, ``shape`` is this
+    rank's part and ``part`` says of what."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     group: int
+    part: Part | None = None
 
     @property
     def fact(self) -> str:
         """All of it in words."""
-        return f"shape {self.shape}, {self.dtype}, group {self.group}{NOTE}{self.name}"
+        of = "" if self.part is None else f" at {self.part.offset} of {self.part.whole_shape}"
+        return f"shape {self.shape}{of}, {self.dtype}, group {self.group}{NOTE}{self.name}"
 
 
 @dataclass(frozen=True)
@@ -220,7 +223,7 @@ def _dense_share(coding: Coding) -> float:
 
 def _layout(spec: TensorSpec, codings: Sequence[Coding]) -> ChunkLayout:
     coding = codings[spec.group]
-    return plan_layout(spec.shape, coding.chunk, coding.dense_below, coding.layout)
+    return plan_layout(spec.shape, coding.chunk, coding.dense_below, coding.layout, spec.part)
 
 
 def _numel(spec: TensorSpec) -> int:

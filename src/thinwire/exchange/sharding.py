@@ -1,0 +1,116 @@
+"""Sharded replicas: what of a parameter lies on this rank, and how the ranks of one replica decide together.
+
+A replica may be spread over several ranks, its *island*. Each rank exchanges its own part with the ranks that hold the
+same part of the other replicas, so what one rank finds wrong the others of its island do not see: they tell each other.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.core.errors import ExchangeError
+from thinwire.core.layout import Part
+from thinwire.wire.payload import Header, Trouble
+
+_FAILED = 1 << 62
+_REPLICA_BIT = 40
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor; asked without importing them."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What of a tensor lies on this rank, in place."""
+    found: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return found
+
+
+def part_of(tensor: Tensor) -> Part | None:
+    """Where this rank's part lies; None if it is all of the tensor."""
+    local = local_of(tensor)
+    if local.shape == tensor.shape:
+        return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    dtensor: Any = tensor
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, dtensor.device_mesh, dtensor.placements)
+    return Part(tuple(tensor.shape), tuple(int(start) for start in offset))
+
+
+def align_gradient(parameter: Tensor) -> None:
+    """Bring the gradient of a DTensor to the placements of its parameter, where autograd left others: collective."""
+    gradient: Any = parameter.grad
+    if gradient is not None and is_sharded(parameter) and tuple(gradient.placements) != tuple(parameter.placements):  # type: ignore[attr-defined]
+        parameter.grad = gradient.redistribute(parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+
+
+class Island:
+    """The ranks that hold one replica together: those along every axis of the meshes its parameters lie on. A replica that
+    is not sharded is an island of one rank."""
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        self._groups = groups
+        self.is_one_rank = not groups
+
+    def first_troubled(self, mine: Header, troubled: Header | None) -> Header | None:
+        """What any rank of the island has found to keep a replica from the step; raises if one of them failed."""
+        worst = self._worst(0 if troubled is None else troubled.replica << _REPLICA_BIT | troubled.trouble.pack())
+        if worst == _FAILED:
+            raise ExchangeError(f"another rank of this replica could not take step {mine.step}; it says why")
+        trouble = Trouble.unpack(worst & (1 << _REPLICA_BIT) - 1)
+        return replace(mine, replica=worst >> _REPLICA_BIT, trouble=trouble) if worst and trouble else None
+
+    @contextmanager
+    def told_of_failure(self) -> Iterator[None]:
+        """If this rank fails inside, the others need not wait for it, and do not take the step either."""
+        try:
+            yield
+        except BaseException:
+            self._worst(_FAILED)
+            raise
+
+    def _worst(self, code: int) -> int:
+        for group in self._groups:
+            word = torch.tensor([code], device=_device_for(group))
+            dist.all_reduce(word, dist.ReduceOp.MAX, group)
+            code = int(word)
+        return code
+
+
+def find_island(named: Iterable[tuple[str, Tensor]], replica_ranks: Sequence[int]) -> Island:
+    """The island of these parameters.
+
+    ``replica_ranks`` are the ranks between which DeMo exchanges. A mesh that joins two of them would average what DeMo must
+    see apart.
+    """
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for name, parameter in named:
+        if not is_sharded(parameter):
+            continue
+        mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+        for axis in range(mesh.ndim):
+            group = mesh.get_group(axis)
+            ranks = tuple(dist.get_process_group_ranks(group))
+            shared = sorted(set(ranks) & set(replica_ranks))
+            if len(shared) > 1:
+                raise ValueError(
+                    f"{name} is sharded over ranks {list(ranks)}, of which {shared} are replicas of each other for DeMo; "
+                    "shard it over the axis inside a replica only, and pass the group of the other axis as process_group "
+                    "(thinwire.parallel.distribute does both)"
+                )
+            if len(ranks) > 1:
+                groups[ranks] = group
+    return Island(list(groups.values()))
+
+
+def _device_for(group: dist.ProcessGroup) -> torch.device:
+    backends = dist.get_backend_config(group)
+    needs_gpu = "nccl" in backends and "cpu:" not in backends
+    return torch.device("cuda", torch.cuda.current_device()) if needs_gpu else torch.device("cpu")
