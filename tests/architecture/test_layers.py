@@ -36,6 +36,7 @@ LAYERS = [
     "optimizer",
     "planner",
     "parallel",
+    "integrations",
     "training",
     "__init__",
     "bench",
@@ -53,6 +54,9 @@ EXTRAS = {
     "kernels/table.py": {"triton"},
     "kernels/undo.py": {"triton"},
     "kernels/values.py": {"triton"},
+    "integrations/accelerate.py": {"accelerate"},
+    "integrations/lightning.py": {"lightning"},
+    "integrations/transformers.py": {"transformers"},
     "planner/table.py": {"rich"},
     "planner/figure.py": {"matplotlib"},
     "training/config_file.py": {"yaml"},
@@ -108,7 +112,7 @@ def test_imports_go_downwards_only(path: Path) -> None:
         if module.split(".")[0] == "thinwire":
             assert layer_of(module) <= here, f"{path.name} imports {module}"
         if module.startswith("torch.distributed") or module == "torch.nn.parallel":
-            assert LAYERS[here] in ("exchange", "optimizer", "parallel"), f"{path.name} imports {module}"
+            assert LAYERS[here] in ("exchange", "optimizer", "parallel", "integrations"), f"{path.name} imports {module}"
         extras = EXTRAS.get(path.relative_to(SOURCE).as_posix(), set())
         allowed = {"thinwire", "torch", "numpy"} | extras | set(__import__("sys").stdlib_module_names)
         assert module.split(".")[0] in allowed, f"{path.name} imports {module}, which the core does not depend on"
