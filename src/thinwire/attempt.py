@@ -16,12 +16,13 @@ from torch import Tensor
 from thinwire.core.errors import ExchangeError, ThinwireError
 from thinwire.exchange.agreement import AllGather, name_the_difference
 from thinwire.exchange.plan import Bucket
-from thinwire.exchange.sharding import align_gradient
+from thinwire.exchange.sharding import align_gradient, is_sharded
 from thinwire.exchange.traffic import Traffic
 from thinwire.exchange.transport import Pending, Transport, metered
 from thinwire.gradients import fingerprint, first_trouble
 from thinwire.local_step import Encoding, LocalStep
 from thinwire.sealing import empty_findings, inspect_, open_, read_findings, seal_
+from thinwire.slabs import LocalTensor
 from thinwire.stack_step import GroupStep
 from thinwire.wire.payload import Header, Trouble
 
@@ -48,13 +49,14 @@ class Attempt:
         self._transport, self._traffic = transport, traffic
         self._buckets, self._local, self._groups = buckets, local, groups
         self._pending: list[Pending] = []
-        self._sent_gradients: list[tuple[int, Tensor | None, int]] = []
-        self._is_told = False
+        self._sent_gradients: list[tuple[int, Tensor | None, float]] = []
+        self._is_told = self._is_late = False
         self._event: torch.cuda.Event | None = None
         self.num_sent = 0
         self.said: list[Header] = []
         """The own headers, as sent."""
-        self._local.set_verdict_(0)
+        for _, encoding in buckets:
+            encoding.begun.clear()
 
     def first_trouble(self, found_inf: float | None = None) -> Trouble:
         """What keeps this replica from sending the buckets that are left."""
@@ -64,42 +66,47 @@ class Attempt:
         return first_trouble([(i, self._local.tensors[i].gradient) for i in sorted(left)], found_inf, self._local.is_fused)
 
     def send_next_(self, trouble: Trouble | None = None) -> None:
-        """Encode the next bucket, unless this replica has a problem, and begin to exchange it; see `exchange_` for what
-        happens if that fails."""
+        """Encode the next bucket, unless this replica has a problem, and begin to exchange it; see `send_rest_` for
+        what happens if that fails."""
         bucket, encoding = self._buckets[self.num_sent]
+        is_early = trouble is None
         with self.taken_back_on_error():
             for index in bucket.tensors:
                 align_gradient(self._local.tensors[index].source)
             gradients = [(index, self._local.tensors[index].gradient) for index in bucket.tensors]
             trouble = first_trouble(gradients, None, self._local.is_fused) if trouble is None else trouble
             header = replace(self.header, bucket=bucket.index, trouble=trouble)
-            if self.compares and bucket.index == 0 and not trouble.problem:
+            if self.compares and not trouble.problem:
                 header = replace(header, fingerprint=fingerprint([gradient for _, gradient in gradients]))
             self.said.append(header)
             open_(encoding.payload_B, header)
-            encoding.begun.clear()
             if not trouble.problem:
                 self._local.encode_(bucket, self._groups, encoding)
             self._send(bucket, encoding)
-        for index, gradient in gradients:
-            self._sent_gradients.append((index, gradient, -1 if gradient is None else gradient._version))
+        if is_early:
+            self._sent_gradients += [(index, *_trace(self._local.tensors[index])) for index, _ in gradients]
 
     def changed_gradient(self) -> int | None:
         """The first tensor whose gradient is not what was sent."""
-        for index, sent, version in self._sent_gradients:
-            gradient = self._local.tensors[index].gradient
-            if gradient is not sent or (gradient is not None and gradient._version != version):
+        for index, sent, trace in self._sent_gradients:
+            now, now_trace = _trace(self._local.tensors[index])
+            if now is not sent or now_trace != trace:
                 return index
+        self._sent_gradients.clear()
         return None
 
-    def exchange_(self, trouble: Trouble) -> None:
-        """Send the buckets that are left, and receive everyone's.
+    def send_rest_(self, trouble: Trouble) -> None:
+        """Send the buckets that are left.
 
         If anything fails, the momenta are given back what was taken from them, and payloads that are still owed are sent as
         given up: the others then stop at once too, and the next exchange finds all replicas at the same place.
         """
         while self.num_sent < len(self._buckets):
             self.send_next_(trouble)
+
+    def receive_(self) -> None:
+        """Wait for everyone's payloads, and look at them. If that fails, see `send_rest_`."""
+        self._local.set_verdict_(0)
         with self.taken_back_on_error():
             spans = []
             with self._traffic.waiting():
@@ -113,11 +120,13 @@ class Attempt:
 
     @contextmanager
     def taken_back_on_error(self) -> Iterator[None]:
-        """See `exchange_`."""
+        """See `send_rest_`."""
         try:
             yield
         except BaseException as error:
-            self.undo_()
+            for _, encoding in self._buckets:
+                encoding.is_safe = False  # an exchange that failed may still write to it
+            self.take_back_()
             if not isinstance(error, ThinwireError):
                 self.give_up_()
             raise
@@ -174,11 +183,27 @@ class Attempt:
         for bucket, encoding in self._buckets:
             self._local.apply_(bucket, self._groups, encoding.payloads_RB, combine_rule)
 
-    def undo_(self) -> None:
-        """Take back what was encoded."""
+    def take_back_(self) -> None:
+        """Undo what was encoded; or, where that was a step ago and its gradients are gone, return what was sent."""
         self._local.set_verdict_(1)
         for bucket, encoding in self._buckets:
-            self._local.undo_(bucket, self._groups, encoding)
+            if self._is_late:
+                self._local.give_back_(encoding)
+            else:
+                self._local.undo_(bucket, self._groups, encoding)
+
+    def abandon_(self) -> None:
+        """After an error of the caller's: return what was sent to the momenta, which keep the gradients, since these may
+        have changed by now; and tell the others."""
+        self.be_late().take_back_()
+        self.give_up_()
+
+    def be_late(self) -> "Attempt":
+        """The next attempt will be made before this one is finished."""
+        self._is_late = True
+        for _, encoding in self._buckets:
+            self._local.keep_units(encoding)
+        return self
 
     def finish_on_device_(self, combine_rule: str) -> None:
         """Launch both, of which the verdict lets one do its work; and have the findings brought to the host."""
@@ -203,6 +228,14 @@ class Attempt:
                     "did a replica die?"
                 )
             time.sleep(_POLL_SECONDS)
+
+
+def _trace(tensor: LocalTensor) -> tuple[Tensor | None, float]:
+    """A gradient, and a number that changes when it is changed: its version, or its norm where DTensor hides the version."""
+    gradient = tensor.gradient
+    if gradient is None:
+        return None, 0.0
+    return tensor.source.grad, float(gradient.norm()) if is_sharded(tensor.source) else float(gradient._version)
 
 
 def announce_plan(

@@ -64,9 +64,17 @@ class FusedStack:
         codec, offset = self._stack.codec, self._stack.offset_bytes
         for table in self._encoded:
             undo.undo_(table, codec, payload_B, offset, self._units_C, self._hints_C, self._settings(group), self._verdict)
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def give_back_(self, payload_B: Tensor, units: Tensor | float) -> None:
+        """See `StackStep`."""
+        codec, offset = self._stack.codec, self._stack.offset_bytes
+        units_C = units.reshape(-1) if isinstance(units, Tensor) else self._units_C
+        for _, table in self._encode_tables.current:
+            undo.give_back_(table, codec, payload_B, offset, units_C, torch.ones_like(self._verdict))
+
+    def forget(self) -> None:
+        """See `StackStep`."""
         self._encoded.clear()
         self._held = {}
 
@@ -80,7 +88,7 @@ class FusedStack:
 
     def apply_(self, group: GroupStep, payloads_RB: Tensor, combine_rule: str) -> None:
         """See `StackStep`."""
-        self._forget()
+        self.forget()
         targets = {entry.tensor: self._tensors[entry.tensor].parameter.contiguous() for entry in self._stack.entries}
         hyper, beta = group.hyper, group.hyper.betas[1]
         rests = (1 - hyper.betas[0], 1 - beta)
@@ -144,6 +152,11 @@ class _Tables:
         self._stack, self._device, self._rows_of_chunks = stack, device, rows_of_chunks
         self._known: list[tuple[Form, Row]] = []
         self._tables: list[tuple[list[Entry], ChunkTable]] = []
+
+    @property
+    def current(self) -> list[tuple[list[Entry], ChunkTable]]:
+        """Those of the last `update`."""
+        return self._tables
 
     def update(self, describe: Callable[[Entry], tuple[Form, Row]]) -> list[tuple[list[Entry], ChunkTable]]:
         """The entries of each launch and their table, as of now."""

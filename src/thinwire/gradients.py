@@ -62,11 +62,16 @@ def fingerprint(gradients: Sequence[Tensor | None]) -> int:
     return 0
 
 
-def check_own_gradients(fingerprints: Sequence[int], parameters: Sequence[Tensor]) -> bool:
-    """Say so if the gradients of all replicas are the same; False if there were none to compare yet."""
-    if 0 in fingerprints:
+def check_own_gradients(fingerprints: Sequence[int], num_replicas: int, parameters: Sequence[Tensor]) -> bool:
+    """Say so if the gradients of all replicas are the same; False if there were none to compare yet.
+
+    ``fingerprints`` are those of every replica, part by part of the model; a part in which one has none is left out.
+    """
+    parts = [fingerprints[first : first + num_replicas] for first in range(0, len(fingerprints), num_replicas)]
+    comparable = [part for part in parts if 0 not in part]
+    if not comparable:
         return False
-    if len(fingerprints) < 2 or len(set(fingerprints)) > 1:
+    if num_replicas < 2 or any(len(set(part)) > 1 for part in comparable):
         return True
     if is_synchronised_by_ddp(parameters):
         raise ThinwireError(
@@ -74,7 +79,7 @@ def check_own_gradients(fingerprints: Sequence[int], parameters: Sequence[Tensor
             "thinwire.disable_gradient_sync(ddp_model) once before training"
         )
     warnings.warn(
-        f"all {len(fingerprints)} replicas have the same gradients: either something averages them before DeMo sees them, "
+        f"all {num_replicas} replicas have the same gradients: either something averages them before DeMo sees them, "
         "or every replica reads the same data",
         stacklevel=5,
     )

@@ -32,6 +32,10 @@ class Encoding:
     findings_RW: Tensor
     told_RW: Tensor
     begun: list[Stack] = field(default_factory=list)
+    is_safe: bool = True
+    """Whether no exchange that failed may still write to the payloads."""
+    units: dict[Stack, Tensor | float] = field(default_factory=dict)
+    """What `StackStep.units` were when the payload was made, if they are kept for `LocalStep.give_back_`."""
 
     @property
     def payload_B(self) -> Tensor:
@@ -95,7 +99,8 @@ class LocalStep:
         return Encoding(payloads_RB, replica, findings_RW, told_RW)
 
     def _payload_device(self, bucket: Bucket) -> torch.device:
-        return next((self.tensors[index].parameter.device for index in bucket.tensors), torch.device("cpu"))
+        devices = (self.tensors[index].parameter.device for index in bucket.tensors)
+        return next(devices, self.tensors[0].parameter.device if self.tensors else torch.device("cpu"))
 
     def encode_(self, bucket: Bucket, groups: Sequence[GroupStep], encoding: Encoding) -> None:
         """Encode every stack of a bucket, see `StackStep.encode_`. Header and checksum are left to the caller."""
@@ -107,6 +112,19 @@ class LocalStep:
         """Take `encode_` back, see `StackStep.undo_`; where the fused backend runs, if the verdict is against the step."""
         for stack in encoding.begun:
             self.steps[stack].undo_(groups[stack.group], encoding.payload_B)
+        encoding.begun.clear()
+
+    def keep_units(self, encoding: Encoding) -> None:
+        """Remember what `give_back_` will need after the next encoding; `undo_` is no longer possible."""
+        for stack in encoding.begun:
+            units = self.steps[stack].units
+            encoding.units[stack] = units.clone() if isinstance(units, Tensor) else units
+            self.steps[stack].forget()
+
+    def give_back_(self, encoding: Encoding) -> None:
+        """Return to the momenta what the own payload took from them, see `StackStep.give_back_`."""
+        for stack in encoding.begun:
+            self.steps[stack].give_back_(encoding.payload_B, encoding.units[stack])
         encoding.begun.clear()
 
     def apply_(self, bucket: Bucket, groups: Sequence[GroupStep], payloads_RB: Tensor, combine_rule: str) -> None:

@@ -13,28 +13,21 @@ from torch.optim import Optimizer
 from thinwire import checkpoint
 from thinwire.attempt import Attempt, announce_plan
 from thinwire.core.combine import COMBINE_RULES
-from thinwire.core.errors import (
-    NonFiniteGradientError,
-    ThinwireError,
-    check_bool,
-    check_choice,
-    check_float,
-    check_int,
-)
-from thinwire.core.update_rules import UPDATE_RULES, Hyper
+from thinwire.core.errors import NonFiniteGradientError, ThinwireError, check_bool, check_choice, check_float, check_int
+from thinwire.delay import Delay
 from thinwire.exchange.agreement import hold_roll_call
 from thinwire.exchange.collective import default_transport, is_distributed
 from thinwire.exchange.plan import ExchangePlan, digest_of
-from thinwire.exchange.sharding import find_island, local_of
+from thinwire.exchange.sharding import find_island
 from thinwire.exchange.traffic import Traffic
 from thinwire.exchange.transport import Transport, metered
 from thinwire.gradients import check_own_gradients
 from thinwire.local_step import BACKENDS, Encoding, LocalStep
-from thinwire.options import check_group, check_parameter, lr_of
+from thinwire.options import check_group, check_parameter
 from thinwire.overlap import Overlap, check_nothing_changed
-from thinwire.planning import describe, plan_and_tensors, signature_of, specs_of
+from thinwire.planning import copy_first_parameters, describe, group_step, plan_and_tensors, signature_of, specs_of
 from thinwire.stack_step import GroupStep
-from thinwire.wire.payload import Header, Problem, Trouble
+from thinwire.wire.payload import Header, Problem
 
 _log = logging.getLogger("thinwire")
 ON_NONFINITE = ("raise", "skip")
@@ -75,6 +68,8 @@ class DeMo(Optimizer):
         timeout_seconds: the longest wait for another replica.
         num_buckets: payloads, and so collectives, per step; 1, or 8 with ``overlap``.
         overlap: send each bucket as soon as backward has its gradients, see `accumulate`.
+        delay: 1 applies what a step sends at the next one, so that the exchange hides behind all compute; see `drain`.
+        look_ahead: with ``delay``, run ahead by the last update until the next is known; takes a copy of the parameters.
         backend: ``triton`` for fused kernels on NVIDIA GPUs, ``torch`` for plain tensor operations on any device; ``auto``
             takes the fastest that runs.
     """
@@ -108,6 +103,8 @@ class DeMo(Optimizer):
         timeout_seconds: float = 300.0,
         num_buckets: int | None = None,
         overlap: bool = False,
+        delay: int = 0,
+        look_ahead: bool = False,
         backend: str = "auto",
     ) -> None:
         self._combine = check_choice("combine", combine, COMBINE_RULES)
@@ -117,6 +114,7 @@ class DeMo(Optimizer):
         default_buckets = DEFAULT_OVERLAPPED_BUCKETS if overlap else 1
         self._num_buckets = default_buckets if num_buckets is None else check_int("num_buckets", num_buckets, 1)
         self._overlap: Overlap | None = None
+        self._delay = Delay(delay, look_ahead)
         check_float("timeout_seconds", timeout_seconds, 1e-3)
         self._backend = check_choice("backend", backend, BACKENDS)
         group_options = {
@@ -141,7 +139,8 @@ class DeMo(Optimizer):
         self.traffic = Traffic()
         self._num_skipped_steps = 0
         self._unsettled: Attempt | None = None
-        self._encodings: list[Encoding] | None = None
+        self._encodings: dict[int, list[Encoding]] = {}
+        self._turn = 0
         self._agreed_plan: ExchangePlan
         self._timeout_seconds = timeout_seconds
         if transport is not None and process_group is not None:
@@ -228,38 +227,52 @@ class DeMo(Optimizer):
 
     def _step_together(self) -> None:
         attempt = self._overlap.take() if self._overlap is not None else None
-        if attempt is None:
-            self._prepare()
-            attempt = self._attempt()
+        with self._island.told_of_failure():
+            if attempt is None:
+                self._prepare()
+                attempt = self._attempt()
+            else:
+                is_scaled = getattr(self, "grad_scale", None) is not None
+                check_nothing_changed(attempt, self._plan, self._header()[0].digest, is_scaled)
+            with self._delay.dropped_on_error(), attempt.taken_back_on_error():
+                attempt.send_rest_(attempt.first_trouble(self._from_scaler("found_inf")))
+        sent = self._delay.swap(attempt)
+        if sent is not None:
+            self._finish(sent)
         else:
-            self._check_nothing_changed(attempt)
-        trouble = attempt.first_trouble(self._from_scaler("found_inf"))
-        if self._local.is_fused and self._island.is_one_rank and not attempt.compares:
-            self._exchange(attempt, trouble)
+            self._island.first_troubled(attempt.header, None)
+
+    def _finish(self, attempt: Attempt) -> None:
+        """Receive what all have sent, and apply it or take it back."""
+        if self._local.is_fused and self._island.is_one_rank and not (self._delay.is_on or attempt.compares):
+            attempt.receive_()
             attempt.finish_on_device_(self._combine)
             self._count(1)
             self._unsettled = attempt
             if not any(device.type == "cuda" for device in self._local.verdicts):
                 self.synchronize()
             return
-        with attempt.taken_back_on_error():
+        with self._delay.dropped_on_error(), attempt.taken_back_on_error():
             with self._island.told_of_failure():
-                self._exchange(attempt, trouble)
+                attempt.receive_()
                 troubled = self._first_troubled(attempt)
             troubled = self._island.first_troubled(attempt.header, troubled)
-        if troubled is None:
-            attempt.apply_(self._combine)
-            self._count(1)
-        else:
-            attempt.undo_()
+        if troubled is not None:
+            attempt.take_back_()
             self._handle_trouble(troubled)
+            return
+        with self._delay.at_true_parameters(self._local.tensors):
+            attempt.apply_(self._combine)
+        self._count(1)
 
-    def _exchange(self, attempt: Attempt, trouble: Trouble) -> None:
-        try:
-            attempt.exchange_(trouble)
-        except BaseException:
-            self._encodings = None  # an exchange that failed may still write to them
-            raise
+    @torch.no_grad()
+    def drain(self) -> None:
+        """With ``delay``: wait for the exchange that is under way and apply it, so that nothing is. To be called on all
+        replicas before evaluating, saving or ending; the next step sends without applying, as the first one does."""
+        attempt, self._delay.under_way = self._delay.under_way, None
+        if attempt is not None:
+            self._finish(attempt)
+        self._delay.come_back_(self._local.tensors)
 
     def synchronize(self) -> None:
         """Wait for the last step, and raise what is wrong with it.
@@ -272,6 +285,10 @@ class DeMo(Optimizer):
             return
         try:
             attempt.wait(self._timeout_seconds)
+        except BaseException:
+            self._unsettled = attempt  # interrupted: it is not known yet
+            raise
+        try:
             troubled = self._first_troubled(attempt)
         except BaseException:
             self._count(-1)
@@ -297,6 +314,9 @@ class DeMo(Optimizer):
         self._check_group_is_known()
         self.traffic.start_step()
         self._refresh()
+        if self.num_replicas > 1 and not self._agreed_plan.buckets:
+            hold_roll_call(self._description(), metered(self._transport, self.traffic))  # no payload would tell
+            self._agreed_plan = self._plan
         if self.num_replicas > 1 and self._plan.digest != self._agreed_plan.digest:
             # All replicas must change their plan at the same step, and must learn it if one of them did not.
             announce_plan(self._agreed_plan.buckets, *self._header(), self._transport, self.traffic)
@@ -311,37 +331,38 @@ class DeMo(Optimizer):
         self._prepare()
         return self._attempt()
 
-    def _check_nothing_changed(self, attempt: Attempt) -> None:
-        try:
-            is_scaled = getattr(self, "grad_scale", None) is not None
-            check_nothing_changed(attempt, self._plan, self._header()[0].digest, is_scaled)
-        except BaseException:
-            attempt.undo_()
-            attempt.give_up_()
-            raise
-
     def _check_idle(self) -> None:
         """Before anything that would meet half a step."""
         self.synchronize()
         if self._overlap is not None and self._overlap.is_under_way:
             raise ThinwireError("backward has sent gradients for a step that was not taken yet; call step() first")
+        if self._delay.under_way is not None:
+            raise ThinwireError("delay=1 has an exchange under way; call drain() first, before the model is saved, too")
 
     def _attempt(self) -> Attempt:
         """What all replicas are about to do together."""
         header, description = self._header()
         compares = self.num_replicas > 1 and not self._has_checked_sync
         groups = [self._group_step(group) for group in self.param_groups]
-        if self._encodings is None:
+        self._turn = (self._turn + self._num_under_way) % 2  # payloads under way keep their place
+        if not all(encoding.is_safe for encoding in self._encodings.get(self._turn, ())):
+            self._encodings.clear()
+        if self._turn not in self._encodings:
             place = (self.replica, self.num_replicas)
-            self._encodings = [self._local.empty(bucket, *place) for bucket in self._plan.buckets]
-        buckets = list(zip(self._plan.buckets, self._encodings, strict=True))
+            self._encodings[self._turn] = [self._local.empty(bucket, *place) for bucket in self._plan.buckets]
+        buckets = list(zip(self._plan.buckets, self._encodings[self._turn], strict=True))
         return Attempt(buckets, self._local, groups, header, description, self._transport, self.traffic, compares)
+
+    @property
+    def _num_under_way(self) -> int:
+        return 0 if self._delay.under_way is None else 1
 
     def _header(self) -> tuple[Header, list[str]]:
         """Of the step to come, and what its digest was made from."""
         # Alone, nobody compares digests.
         description = self._description() if self.num_replicas > 1 else []
-        return Header(digest_of(description), self.num_steps + 1, self.replica, 0), description
+        number = self.num_steps + self._num_under_way + 1
+        return Header(digest_of(description), number, self.replica, 0), description
 
     def _first_troubled(self, attempt: Attempt) -> Header | None:
         """What keeps a replica from this step; None: all can take it. Raises on every replica if they must not go on."""
@@ -351,24 +372,12 @@ class DeMo(Optimizer):
                 return header
         if attempt.compares:
             parameters = [local.source for local in self._local.tensors]
-            fingerprints = [header.fingerprint for header in headers[: self.num_replicas]]
-            self._has_checked_sync = check_own_gradients(fingerprints, parameters)
+            fingerprints = [header.fingerprint for header in headers]
+            self._has_checked_sync = check_own_gradients(fingerprints, self.num_replicas, parameters)
         return None
 
     def _group_step(self, group: dict[str, Any]) -> GroupStep:
-        lr = float(lr_of(group))  # type: ignore[arg-type]
-        scale = lr if group["lr_in_momentum"] else 1.0
-        if (grad_scale := self._from_scaler("grad_scale")) is not None:
-            scale /= grad_scale
-        return GroupStep(
-            decay=group["momentum_decay"],
-            gradient_scale=-scale if group["maximize"] else scale,
-            rule=UPDATE_RULES[group["update"]],
-            hyper=Hyper(lr, group["num_steps"] + 1, tuple(group["betas"]), group["eps"]),
-            weight_decay=group["weight_decay"],
-            chunk=group["chunk"],
-            trouble=Problem.NONFINITE if grad_scale is None else Problem.OVERFLOW,
-        )
+        return group_step(group, self._from_scaler("grad_scale"), self._num_under_way)
 
     def _from_scaler(self, name: str) -> float | None:
         """What a GradScaler has set on this optimizer for the time of one step()."""
@@ -397,19 +406,13 @@ class DeMo(Optimizer):
 
     def _agree_and_synchronise(self, groups: list[dict[str, Any]]) -> None:
         """Compare descriptions with all replicas, then take over replica 0's parameters."""
-        self._agreed_plan = self._plan
-        if self.num_replicas == 1:
-            return
         setup = self.traffic.setup
-        hold_roll_call(self._description(), metered(self._transport, setup))
-        if not self._sync_parameters:
+        if self.num_replicas > 1:
+            hold_roll_call(self._description(), metered(self._transport, setup))
+        self._agreed_plan = self._plan
+        if self.num_replicas == 1 or not self._sync_parameters:
             return
-        for group in groups:
-            for parameter in group["params"]:
-                local = local_of(parameter).data
-                if local.numel() and local.layout == torch.strided:
-                    setup.add(local.numel() * local.element_size(), self.num_replicas)
-                    self._transport.broadcast_(local, "first copy of replica 0's parameters")
+        copy_first_parameters(groups, self._transport, setup)
 
     def _check_group_is_known(self) -> None:
         if self._waits_for_group and is_distributed() and dist.get_world_size() > 1:
@@ -460,7 +463,7 @@ class DeMo(Optimizer):
         self._planned_signature = signature_of(self.param_groups, self.state)
         named = zip((spec.name for spec in self._plan.tensors), (local.source for local in tensors), strict=True)
         self._island = find_island(named, getattr(self._transport, "ranks", ()))
-        self._encodings = None
+        self._encodings.clear()
         if self._overlap is not None:
             self._overlap.remove()
             self._overlap = None

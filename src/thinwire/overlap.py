@@ -4,6 +4,7 @@ Buckets are sent in their own order on every replica, whatever the order in whic
 exchanges match. What is not complete when backward ends is sent by `DeMo.step`.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -37,6 +38,9 @@ class Overlap:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._arrived, index)))
         self._attempt: Attempt | None = None
         self._missing: list[set[int]] = []
+        self._arrivals: list[torch.cuda.Event] = []
+        """Where other streams and devices had got to when their gradients arrived."""
+        self._turn = threading.RLock()  # autograd has a thread per device
         self._is_left_to_step = False
 
     def remove(self) -> None:
@@ -55,31 +59,40 @@ class Overlap:
         return attempt
 
     @torch.no_grad()
-    def arrived(self, tensor: int) -> None:
+    def _arrived(self, tensor: int, parameter: Tensor) -> None:
         """The gradient of a tensor is there."""
         begin = self._begin()
         if self._is_left_to_step or begin is None:
             return
-        if self._attempt is None:
-            self._attempt = begin()
-            self._is_left_to_step = self._attempt is None
-            self._missing = [set(bucket.tensors) for bucket in self._plan.buckets]
-        attempt, bucket = self._attempt, self._bucket_of[tensor]
-        if attempt is None:
-            return
-        if bucket < attempt.num_sent:
-            name = self._plan.tensors[tensor].name
-            raise ThinwireError(f"{name} got another gradient after the first was sent; {_REMEDY}")
-        self._missing[bucket].discard(tensor)
+        with self._turn:
+            if self._attempt is None:
+                self._attempt = begin()
+                self._is_left_to_step = self._attempt is None
+                self._missing = [set(bucket.tensors) for bucket in self._plan.buckets]
+                self._arrivals.clear()
+            if self._attempt is not None:
+                if parameter.is_cuda:
+                    self._arrivals.append(torch.cuda.current_stream(parameter.device).record_event())
+                self._send_what_is_complete(self._attempt, tensor)
+
+    def _send_what_is_complete(self, attempt: Attempt, tensor: int) -> None:
+        bucket = self._bucket_of[tensor]
         try:
+            if bucket < attempt.num_sent:
+                attempt.abandon_()
+                name = self._plan.tensors[tensor].name
+                raise ThinwireError(
+                    f"{name} got another gradient after the first was sent; {_REMEDY}; after a backward that failed, "
+                    "call it again"
+                )
+            self._missing[bucket].discard(tensor)
             while attempt.num_sent < len(self._missing) and not self._missing[attempt.num_sent]:
+                for event in self._arrivals:
+                    event.wait()
                 attempt.send_next_()
         except BaseException:
             self.take()
             raise
-
-    def _arrived(self, tensor: int, parameter: Tensor) -> None:
-        self.arrived(tensor)
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
@@ -94,14 +107,18 @@ class Overlap:
 
 
 def check_nothing_changed(attempt: Attempt, plan: ExchangePlan, digest: bytes, is_scaled: bool) -> None:
-    """Raise if what `step()` finds is not what was sent during backward."""
+    """Raise, with the attempt taken back, if what `step()` finds is not what was sent during backward."""
+    changed = attempt.changed_gradient()
+    words = ""
     if attempt.header.digest != digest:
-        raise ThinwireError(
+        words = (
             "an option, a learning rate or the parameters changed between backward and step(); with overlap=True change "
             "them before backward"
         )
-    if is_scaled:
-        raise ThinwireError(f"the gradients were sent during backward, before the GradScaler could unscale them; {_REMEDY}")
-    changed = attempt.changed_gradient()
-    if changed is not None:
-        raise ThinwireError(f"the gradient of {plan.tensors[changed].name} changed after it was sent; {_REMEDY}")
+    elif is_scaled:
+        words = f"the gradients were sent during backward, before the GradScaler could unscale them; {_REMEDY}"
+    elif changed is not None:
+        words = f"the gradient of {plan.tensors[changed].name} changed after it was sent; {_REMEDY}"
+    if words:
+        attempt.abandon_()
+        raise ThinwireError(words)

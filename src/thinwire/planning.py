@@ -7,11 +7,15 @@ import torch
 from torch import Tensor
 
 from thinwire.core.layout import empty_momentum, matrix_shape
-from thinwire.core.update_rules import UPDATE_RULES
+from thinwire.core.update_rules import UPDATE_RULES, Hyper
 from thinwire.exchange.plan import ExchangePlan, TensorSpec, make_plan
 from thinwire.exchange.sharding import local_of, part_of
-from thinwire.options import MOMENTUM_DTYPES, check_parameter, coding_of, settings_lines
+from thinwire.exchange.traffic import Count
+from thinwire.exchange.transport import Transport
+from thinwire.options import MOMENTUM_DTYPES, check_parameter, coding_of, lr_of, settings_lines
 from thinwire.slabs import LocalTensor
+from thinwire.stack_step import GroupStep
+from thinwire.wire.payload import Problem
 
 Group = dict[str, Any]
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -80,6 +84,30 @@ def _local_tensor(plan: ExchangePlan, index: int, parameter: Tensor, group: Grou
         state[name] = tensor.to(dtype=local.compute_dtype, device=device).contiguous()
         local.rule_state[name] = state[name]
     return local
+
+
+def group_step(group: Group, grad_scale: float | None, num_under_way: int) -> GroupStep:
+    """What a group does at the step to come; gradients are larger by ``grad_scale``, if a GradScaler says so."""
+    lr = float(lr_of(group))  # type: ignore[arg-type]
+    scale = (lr if group["lr_in_momentum"] else 1.0) / (grad_scale or 1.0)
+    return GroupStep(
+        decay=group["momentum_decay"],
+        gradient_scale=-scale if group["maximize"] else scale,
+        rule=UPDATE_RULES[group["update"]],
+        hyper=Hyper(lr, group["num_steps"] + num_under_way + 1, tuple(group["betas"]), group["eps"]),
+        weight_decay=group["weight_decay"],
+        chunk=group["chunk"],
+        trouble=Problem.NONFINITE if grad_scale is None else Problem.OVERFLOW,
+    )
+
+
+def copy_first_parameters(groups: Sequence[Group], transport: Transport, setup: Count) -> None:
+    """Overwrite every parameter with replica 0's."""
+    for parameter in (parameter for group in groups for parameter in group["params"]):
+        local = local_of(parameter).data
+        if local.numel() and local.layout == torch.strided:
+            setup.add(local.numel() * local.element_size(), transport.num_replicas)
+            transport.broadcast_(local, "first copy of replica 0's parameters")
 
 
 def describe(plan: ExchangePlan, groups: Sequence[Group], facts: dict[str, object]) -> list[str]:

@@ -46,6 +46,15 @@ class StackStep(Protocol):
         """
         ...
 
+    def forget(self) -> None:
+        """Let go of the gradients that `undo_` would need."""
+        ...
+
+    def give_back_(self, payload_B: Tensor, units: "Tensor | float") -> None:
+        """Add to the momentum what the records of a payload took from it when it was made, with the `units` of that time.
+        For when `undo_` comes too late, because the gradients are gone."""
+        ...
+
     @property
     def units(self) -> Tensor | float:
         """How much momentum one unit of each record's values stood for when it was sent: (C, 1), or 1 for all."""

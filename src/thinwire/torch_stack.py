@@ -25,12 +25,15 @@ class TorchStack:
         self._stack, self._tensors = stack, tensors
         self._slabs = cut_slabs(stack, tensors, limits)
         self._finished: list[tuple[Slab, Tensor | float]] = []
-        """The slabs that are in the payload, each with the sender's unit (or 1): what is needed to undo them."""
+        """The slabs that are in the payload, each with the sender's unit (or 1): what is needed to undo them, with the
+        gradients that are held for it."""
+        self._held: dict[int, Tensor] = {}
 
     def encode_(self, group: GroupStep, payload_B: Tensor) -> None:
         """See `StackStep`."""
         self._finished.clear()
         gradients, scratch = self._gradients(), Scratch()
+        self._held = gradients
         records_CB = stack_records(payload_B, self._stack)
         for slab in self._slabs:
             indices_CK, kept_CK = self._accumulate_and_select(slab, gradients, group, scratch)
@@ -41,24 +44,34 @@ class TorchStack:
 
     def undo_(self, group: GroupStep, payload_B: Tensor) -> None:
         """See `StackStep`."""
-        gradients, scratch = self._gradients(), Scratch()
+        gradients, scratch = self._held, Scratch()
         for slab, unit in self._finished:
-            self.give_back_(slab, payload_B, unit)
+            self._give_back(slab, payload_B, unit)
             for piece in slab.pieces:
                 momentum_CE = self._momentum_of(piece)
                 before = momentum_CE.to(slab.dtype)
                 self._accumulate(piece, before, gradients, 1.0, -group.gradient_scale, scratch)
                 momentum_CE.copy_(before.mul_(1 / group.decay if group.decay else 0.0))
         self._finished.clear()
+        self.forget()
 
-    def give_back_(self, slab: Slab, payload_B: Tensor, unit: Tensor | float) -> None:
-        """Add to the momentum what the records of a slab took from it."""
+    def forget(self) -> None:
+        """See `StackStep`."""
+        self._held = {}
+
+    def give_back_(self, payload_B: Tensor, units: Tensor | float) -> None:
+        """See `StackStep`."""
+        for slab in self._slabs:
+            self._give_back(slab, payload_B, units[slab.records] if isinstance(units, Tensor) else units)
+
+    def _give_back(self, slab: Slab, payload_B: Tensor, unit: Tensor | float) -> None:
         records_CB = stack_records(payload_B, self._stack)[slab.records]
         indices_CK, sent_CK = self._stack.codec.decode(records_CB.to(slab.device))
         self._subtract(slab, indices_CK, -sent_CK.to(slab.dtype) * unit)
 
     def apply_(self, group: GroupStep, payloads_RB: Tensor, combine_rule: str) -> None:
         """See `StackStep`."""
+        self.forget()
         scratch = Scratch()
         targets = {entry.tensor: self._tensors[entry.tensor].parameter.contiguous() for entry in self._stack.entries}
         wholes: dict[int, Tensor] = {}
@@ -83,11 +96,6 @@ class TorchStack:
         """See `StackStep`."""
         found = [unit for _, unit in self._finished if isinstance(unit, Tensor)]
         return torch.cat(found) if found else 1.0
-
-    @property
-    def slabs(self) -> Sequence[Slab]:
-        """The parts in which the stack is handled."""
-        return self._slabs
 
     def _gradients(self) -> dict[int, Tensor]:
         found = ((entry.tensor, self._tensors[entry.tensor].gradient) for entry in self._stack.entries)

@@ -30,6 +30,7 @@ LAYERS = [
     "local_step",
     "attempt",
     "overlap",
+    "delay",
     "options",
     "planning",
     "checkpoint",

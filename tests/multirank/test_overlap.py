@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.ranks import run_ranks
 from tests.training import batch, build, flat, train
-from thinwire import DeMo, NonFiniteGradientError, ThinwireError
+from thinwire import AgreementError, DeMo, NonFiniteGradientError, ThinwireError
 from thinwire.exchange.loopback import LoopbackTransport, run_replicas
 from thinwire.exchange.transport import Pending
 
@@ -281,3 +281,107 @@ def test_most_of_the_exchange_hides_behind_backward() -> None:
         assert late_wait > 0.45
         assert early_wait < late_wait / 2
         assert early_hidden > 0.2
+
+
+def momenta_of(optimizer: DeMo) -> list[Tensor]:
+    return [state["momentum"].clone() for state in optimizer.state.values()]
+
+
+def test_an_attempt_that_fails_leaves_buckets_alone_that_were_not_sent() -> None:
+    """A bucket that the last step sent, and this one did not, must not be taken back again."""
+
+    def loop(model: nn.Module, optimizer: DeMo, replica: int) -> None:
+        leaving_out(model, optimizer, replica)
+        optimizer.zero_grad()
+        model.out(model.norm(torch.randn(8, 37))).square().mean().backward()  # type: ignore[operator]
+        optimizer.param_groups[0]["lr"] = 0.5
+        before = momenta_of(optimizer)
+        with pytest.raises(ThinwireError, match="changed between backward"):
+            optimizer.step()
+        unused = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+        assert unused
+        for name, momentum, now in zip(dict(model.named_parameters()), before, momenta_of(optimizer), strict=True):
+            assert name not in unused or torch.equal(momentum, now)
+
+    run(True, loop)
+
+
+@pytest.mark.parametrize("change", ["clip", "zero"])
+def test_gradients_that_changed_after_they_were_sent_are_not_lost(change: str) -> None:
+    """What was sent goes back, and the gradient that was sent stays in the momentum."""
+
+    def loop(model: nn.Module, optimizer: DeMo, replica: int) -> None:
+        before = momenta_of(optimizer)
+        gradients(model, 0, replica)
+        sent = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+        if change == "clip":
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        else:
+            optimizer.zero_grad()
+        with pytest.raises(ThinwireError, match="changed after it was sent"):
+            optimizer.step()
+        for momentum, now, gradient in zip(before, momenta_of(optimizer), sent, strict=True):
+            # Transforms keep the norm; the decay had nothing to decay.
+            assert not momentum.any()
+            assert torch.allclose(now.norm(), gradient.norm(), rtol=1e-4)
+
+    run(True, loop, values="float32", update="sgd", topk=3)
+
+
+def test_a_backward_that_fails_can_be_followed_by_others() -> None:
+    def loop(model: nn.Module, optimizer: DeMo, replica: int) -> None:
+        images, labels = batch(0, replica)
+        handle = model.get_parameter("conv.weight").register_hook(_fail)
+        with pytest.raises(MemoryError):
+            nn.functional.cross_entropy(model(images), labels).backward()
+        handle.remove()
+        optimizer.zero_grad()
+        with pytest.raises(ThinwireError, match="after a backward that failed, call it again"):
+            gradients(model, 0, replica)
+        for step in range(2):
+            optimizer.zero_grad()
+            gradients(model, step, replica)
+            optimizer.step()
+        assert optimizer.num_steps == 2
+
+    assert torch.equal(*run(True, loop))
+
+
+def _fail(_: Tensor) -> None:
+    raise MemoryError("no room")
+
+
+def test_a_failed_new_group_leaves_the_old_plan_agreed() -> None:
+    def loop(model: nn.Module, optimizer: DeMo, replica: int) -> None:
+        with pytest.raises(AgreementError):
+            optimizer.add_param_group({"params": [("extra", nn.Parameter(torch.zeros(8, 8 + replica)))]})
+        for step in range(2):
+            optimizer.zero_grad()
+            gradients(model, step, replica)
+            optimizer.step()
+
+    assert torch.equal(*run(False, loop))
+
+
+def test_a_model_without_trained_parameters_still_agrees() -> None:
+    def loop(model: nn.Module, optimizer: DeMo, replica: int) -> None:
+        model.requires_grad_(False)
+        optimizer.step()
+        if replica == 1:
+            model.get_parameter("wide.weight").requires_grad_(True)
+        with pytest.raises(AgreementError, match="number of tensors: 0"):
+            optimizer.step()
+
+    run(False, loop)
+
+
+def test_the_same_data_is_noticed_whichever_parameters_it_reaches() -> None:
+    def loop(model: nn.Module, optimizer: DeMo, replica: int) -> None:
+        for step in range(2):
+            optimizer.zero_grad()
+            images, _ = batch(step, 0)
+            model.conv(images).square().mean().backward()  # type: ignore[operator]
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match="same gradients"):
+        run(False, loop)

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.ranks import run_ranks
-from thinwire import DeMo, NonFiniteGradientError
+from thinwire import DeMo, NonFiniteGradientError, ThinwireError
 from thinwire.exchange.loopback import LoopbackTransport, run_replicas
-from thinwire.parallel.sharded import distribute
+from thinwire.parallel.sharded import _blocks, distribute
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "chunk": 16, "topk": 8, "dense_below": 200}
 
@@ -123,6 +123,8 @@ def _all_on_four_ranks(rank: int) -> dict[str, Any]:
         "tensor parallel": _tensor_parallel(rank),
         "both": _both(rank),
         **{policy: _nan_on_one(rank, policy) for policy in ("raise", "skip")},
+        "clipped": _clipped(rank),
+        "one fails": _one_fails(rank),
     }
 
 
@@ -273,6 +275,67 @@ def test_a_nan_on_one_rank_is_one_decision_on_the_whole_mesh(policy: str, four_r
         assert num_steps == 2
         assert difference(parameters, results[0][1]) == 0
         assert said.startswith("replica 1 has NaN or Inf in the gradient of conv.weight at step 2") == (policy == "raise")
+
+
+def _clipped(rank: int) -> str:
+    """Clipping after backward, when overlap has sent the gradients."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, optimizer = distribute(build(0), mesh, overlap=True, **OPTIONS)
+    replica, shard = mesh.get_coordinate()
+    loss_of(model, 0, replica, shard, 2).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    try:
+        optimizer.step()
+    except ThinwireError as error:
+        return str(error)
+    return "no error"
+
+
+def test_clipping_after_sending_is_noticed(four_ranks: list[dict[str, Any]]) -> None:
+    for rank in four_ranks:
+        assert "changed after it was sent" in rank["clipped"]
+
+
+def _one_fails(rank: int) -> tuple[str, dict[str, Tensor], int]:
+    """An error on one rank, before it has sent anything."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    replica, _ = mesh.get_coordinate()
+    model, optimizer = distribute(build(0), mesh, timeout_seconds=5, **OPTIONS)
+    said = ""
+    for step in range(3):
+        set_gradients(model, step, replica)
+        attempt = optimizer._attempt
+        if step == 1 and rank == 3:
+            optimizer._attempt = _no_room  # type: ignore[method-assign]
+        try:
+            optimizer.step()
+        except (ThinwireError, MemoryError) as error:
+            said = f"{type(error).__name__}: {error}"
+            break
+        finally:
+            optimizer._attempt = attempt  # type: ignore[method-assign]
+    return said, whole(model), optimizer.num_steps
+
+
+def _no_room() -> None:
+    raise MemoryError("no room")
+
+
+def test_a_failure_on_one_rank_stops_all_at_the_same_step(four_ranks: list[dict[str, Any]]) -> None:
+    results = [rank["one fails"] for rank in four_ranks]
+    for said, parameters, num_steps in results:
+        assert num_steps == 1
+        assert difference(parameters, results[0][1]) == 0
+        assert said
+    assert results[3][0] == "MemoryError: no room"
+    assert "another rank of this replica could not take step 2" in results[2][0]
+
+
+def test_blocks_are_found_once_and_lists_are_no_blocks() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), shared, shared, nn.Identity()])
+    assert len(_blocks(model)) == 3
 
 
 def _refused(rank: int, kind: str) -> str:

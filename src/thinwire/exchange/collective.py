@@ -66,18 +66,21 @@ class CollectiveTransport:
         flat = buffer.view(-1).view(torch.uint8)
         source = dist.get_global_rank(self._group, 0)
         work = self._start(lambda: dist.broadcast(flat, source, self._group, async_op=True), what)
-        self.wait_for(work, what)
+        self.wait_for(work, what, flat.is_cuda)
         if buffer.data_ptr() != tensor.data_ptr():
             tensor.copy_(buffer)
 
-    def wait_for(self, work: dist.Work, what: str) -> None:
+    def wait_for(self, work: dist.Work, what: str, is_on_gpu: bool) -> None:
         """Wait until ``work`` is done, or raise an `ExchangeError` that says for whom it waited."""
         began = time.monotonic()
         announcement = threading.Timer(_ANNOUNCE_AFTER_SECONDS, self._roster.announce)
         announcement.daemon = True
         announcement.start()
         try:
-            work.wait(timedelta(seconds=self._timeout_seconds))
+            if is_on_gpu:
+                work.wait()  # with a deadline the host would wait for the device; the group's own time-out ends it
+            else:
+                work.wait(timedelta(seconds=self._timeout_seconds))
         except RuntimeError as error:
             raise self._failure(what, time.monotonic() - began, error) from error
         finally:
@@ -117,7 +120,7 @@ class _Gather:
         return (self._began, self._ended) if self._ended else None
 
     def wait(self) -> None:
-        self._transport.wait_for(self._work, self._what)
+        self._transport.wait_for(self._work, self._what, self._gathered_RB.is_cuda)
         if self._gathered_RB is not self._messages_RB:
             self._messages_RB.copy_(self._gathered_RB)
 

@@ -103,7 +103,7 @@ def find_island(named: Iterable[tuple[str, Tensor]], replica_ranks: Sequence[int
                 raise ValueError(
                     f"{name} is sharded over ranks {list(ranks)}, of which {shared} are replicas of each other for DeMo; "
                     "shard it over the axis inside a replica only, and pass the group of the other axis as process_group "
-                    "(thinwire.parallel.distribute does both)"
+                    "(thinwire.parallel.sharded.distribute does both)"
                 )
             if len(ranks) > 1:
                 groups[ranks] = group

@@ -59,17 +59,10 @@ def _give_back_kernel(
         tl.store(momentum_ptrs + index, to_dtype(kept + value, MOMENTUM_DTYPE), mask=live)
 
 
-def undo_(
-    table: ChunkTable,
-    codec: ChunkCodec,
-    payload_B: Tensor,
-    offset_bytes: int,
-    units_C: Tensor,
-    hints_C: Tensor,
-    settings: Settings,
-    verdict: Tensor,
+def give_back_(
+    table: ChunkTable, codec: ChunkCodec, payload_B: Tensor, offset_bytes: int, units_C: Tensor, verdict: Tensor
 ) -> None:
-    """Take `encode.encode_` back, to the rounding of momentum plus gradient, unless ``verdict`` (int32) is 0."""
+    """Return what a payload took from the momenta, unless ``verdict`` (int32) is 0."""
     lanes = num_lanes(codec)
     batch = max(1, _LANES_AT_ONCE // lanes)
     with launching(payload_B.device):
@@ -88,4 +81,18 @@ def undo_(
             enable_fp_fusion=False,
             **codec_constants(codec, offset_bytes),
         )
+
+
+def undo_(
+    table: ChunkTable,
+    codec: ChunkCodec,
+    payload_B: Tensor,
+    offset_bytes: int,
+    units_C: Tensor,
+    hints_C: Tensor,
+    settings: Settings,
+    verdict: Tensor,
+) -> None:
+    """Take `encode.encode_` back, to the rounding of momentum plus gradient, unless ``verdict`` (int32) is 0."""
+    give_back_(table, codec, payload_B, offset_bytes, units_C, verdict)
     undo_accumulate_(table, payload_B, hints_C, settings, verdict)

@@ -95,6 +95,9 @@ def _is_on_meta(model: nn.Module) -> bool:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of every list of modules; those inside another member come first."""
+    """The members of every list of modules, but lists among them; those inside another member come first."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return [block for modules in reversed(lists) for block in modules if any(True for _ in block.parameters())]
+    members = [block for modules in reversed(lists) for block in modules]
+    containers = (nn.ModuleList, nn.ModuleDict)
+    once = dict.fromkeys(block for block in members if not isinstance(block, containers))
+    return [block for block in once if any(True for _ in block.parameters())]

@@ -98,6 +98,10 @@ class OptimConfig:
     """DeMo: what computes its step: triton (fused kernels, NVIDIA GPUs), torch (any device), or the fastest that runs."""
     overlap: bool = False
     """DeMo: begin to exchange while backward runs; needs clip 0, since the norm is known only after it."""
+    delay: int = 0
+    """DeMo: 1 applies what a step sends at the next one, so that the exchange hides behind all of its compute."""
+    look_ahead: bool = False
+    """DeMo: with delay, run ahead by the last update until the next is known."""
     beta1: float = 0.9
     """First decay of adamw and lion; momentum of sgd."""
     beta2: float = 0.95
@@ -216,8 +220,9 @@ def check(config: TrainConfig, num_replicas: int) -> None:
                 raise ValueError(f"{name}={values[name]!r} is no part of the published algorithm; use optimizer=demo")
     if config.optim.overlap and config.optim.clip:
         raise ValueError(f"overlap sends gradients before their norm is known: clip={config.optim.clip} must be 0 with it")
-    if config.optim.overlap and config.optim.optimizer != "demo":
-        raise ValueError(f"overlap is an option of optimizer=demo, not of {config.optim.optimizer}")
+    for name in ("overlap", "delay", "look_ahead"):
+        if values[name] and config.optim.optimizer != "demo":
+            raise ValueError(f"{name} is an option of optimizer=demo, not of {config.optim.optimizer}")
     _check_batch(config.schedule, num_replicas)
 
 

@@ -236,6 +236,9 @@ class Run:
         is_text = isinstance(self._data, TextData)
         units = (self._config.data.sequence, "tokens") if is_text else (1, "images")
         self._reporter.news(news, self._method.traffic.last_step, self._clock, *units)
+        if evaluates or saves or news.stop:
+            with self._clock.phase("optimizer"):
+                self._method.drain()
         is_best = evaluates and self._evaluate()
         if saves or is_best or news.stop:
             with self._clock.phase("checkpoints"):

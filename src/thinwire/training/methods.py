@@ -42,6 +42,10 @@ class Method(Protocol):
         """Change the parameters, the same way on every replica, and forget the gradients."""
         ...
 
+    def drain(self) -> None:
+        """Apply what is still under way, before the model is scored or saved."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs."""
         ...
@@ -92,6 +96,8 @@ class Decoupled:
                 transport=transport,
                 backend=config.kernels,
                 overlap=config.overlap,
+                delay=config.delay,
+                look_ahead=config.look_ahead,
             )
         self.traffic = self.optimizer.traffic
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
@@ -112,6 +118,10 @@ class Decoupled:
         """Step, then drop the gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def drain(self) -> None:
+        """Apply what a delayed exchange brings."""
+        self.optimizer.drain()
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizers' own."""
@@ -158,6 +168,9 @@ class Averaged:
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+    def drain(self) -> None:
+        """Nothing is under way."""
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizers' own."""
