@@ -28,20 +28,6 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
-        "the fused kernels keep one tied coefficient too few",
-        "kernels/selection.py",
-        "is_tied & (num_so_far <= num_wanted)",
-        "is_tied & (num_so_far < num_wanted)",
-        "tests/numerics/test_backends.py::test_indices_are_the_oracles[cpu-5-one size]",
-    ),
-    Mutation(
-        "the fused kernels count a vote against as one for",
-        "kernels/decode.py",
-        "tl.where(value < 0, COUNTER_BITS, 0)",
-        "tl.where(value < 0, 0, 0)",
-        "tests/numerics/test_backends.py::test_any_number_of_replicas[cpu-16-256-2]",
-    ),
-    Mutation(
         "the fused check lets an index come twice",
         "kernels/checks.py",
         "is_next = (index > before)",

@@ -1,11 +1,13 @@
 """Sharded replicas end where unsharded ones end; what one rank of a replica finds, all ranks of it obey."""
 
+import os
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -128,9 +130,16 @@ def _all_on_four_ranks(rank: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def four_ranks() -> list[dict[str, Any]]:
-    return run_ranks(_all_on_four_ranks, 4)
+@pytest.fixture(scope="session")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Run once, whichever workers share the tests among them."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "four_ranks.pt"
+    with FileLock(f"{shared}.lock"):
+        if not shared.exists():
+            torch.save(run_ranks(_all_on_four_ranks, 4), shared)
+    found: list[dict[str, Any]] = torch.load(shared, weights_only=True)
+    return found
 
 
 @pytest.mark.parametrize("place", range(len(TWO_BY_TWO)))

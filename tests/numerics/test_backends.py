@@ -136,8 +136,10 @@ def test_where_the_search_begins_changes_nothing(device: torch.device) -> None:
     assert torch.equal(encoding.payload_B, expected)
 
 
-@pytest.mark.parametrize("momentum_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("gradient_dtype", "momentum_dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)],
+)
 def test_gradients_are_accumulated(gradient_dtype: torch.dtype, momentum_dtype: torch.dtype, device: torch.device) -> None:
     shapes: Shapes = [(40, 50), (30,), (64, 32)]
     plan = plan_for(shapes, values="float32", dense_below=40)
@@ -164,10 +166,11 @@ def test_gradients_are_accumulated(gradient_dtype: torch.dtype, momentum_dtype: 
 
 
 # The values do not concern a rule, so two kinds of them suffice; coarse ones cancel to 0, whose sign rounding decides.
-APPLIED = [("sgd", values, combine) for values in sorted(VALUE_CODECS) for combine in COMBINE_RULES] + [
-    (rule, *how)
-    for rule in ("adamw", "lion", "muon", "sign")
-    for how in (("float32", "mean_over_senders"), ("bfloat16", "mean_over_replicas"))
+APPLIED = [("sgd", values, COMBINE_RULES[place % 2]) for place, values in enumerate(sorted(VALUE_CODECS))] + [
+    ("adamw", "float32", "mean_over_senders"),
+    ("lion", "bfloat16", "mean_over_replicas"),
+    ("muon", "float32", "mean_over_senders"),
+    ("sign", "bfloat16", "mean_over_replicas"),
 ]
 
 
@@ -191,8 +194,10 @@ def test_any_number_of_replicas(chunk: int, topk: int, num_replicas: int, device
     compare_applied(plan, parameters, torch.stack([few[r % 3] for r in range(num_replicas)]), "sgd", "mean_over_senders")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rule", "values", "chunk"), [("sgd", "int8", 64), ("adamw", "sign", 16), ("muon", "sign", 16)])
+@pytest.mark.parametrize(
+    ("rule", "values", "chunk", "dtype"),
+    [("sgd", "int8", 64, torch.bfloat16), ("adamw", "sign", 16, torch.float16), ("muon", "sign", 16, torch.bfloat16)],
+)
 def test_parameters_of_half_width(rule: str, values: str, chunk: int, dtype: torch.dtype, device: torch.device) -> None:
     shapes: Shapes = [(chunk, 2 * chunk)]
     plan = plan_for(shapes, dtype, chunk=chunk, values=values)
@@ -227,8 +232,9 @@ def compare_applied(
     assert num_different <= allowed
 
 
-@pytest.mark.parametrize("values", ["sign", "int4", "float32"])
-@pytest.mark.parametrize("momentum_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("values", "momentum_dtype"), [("sign", torch.float32), ("int4", torch.bfloat16), ("float32", torch.float32)]
+)
 def test_an_encoding_is_undone_if_the_verdict_says_so(
     values: str, momentum_dtype: torch.dtype, device: torch.device
 ) -> None:
