@@ -141,6 +141,7 @@ def run(source: Path, test: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_broken_invariant_is_noticed(mutation: Mutation, tmp_path: Path) -> None:
     package = tmp_path / "thinwire"
