@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.core.layout import bands_of, chunks_view, crop_to_rows, cut_edge, matrix_shape, plan_layout, rows_of
+from thinwire.core.layout import Part, bands_of, chunks_view, crop_to_rows, cut_edge, matrix_shape, plan_layout, rows_of
 
 SHAPES = st.lists(st.integers(1, 40), min_size=0, max_size=4).map(tuple).filter(lambda shape: math.prod(shape) <= 3000)
 
@@ -91,3 +91,38 @@ def test_published_layout_takes_the_largest_divisor_however_small() -> None:
 def test_an_empty_tensor_has_no_chunks() -> None:
     assert plan_layout((0, 5), 64).num_chunks == 0
     assert plan_layout((3, 0), 64, 4096).num_chunks == 0
+
+
+@pytest.mark.parametrize(
+    ("whole", "local", "offset", "edges"),
+    [
+        ((128, 96), (64, 96), (64, 0), (32, 32)),  # rows that end between chunks
+        ((128, 96), (128, 32), (0, 64), (32, 32)),  # columns too
+        ((103, 96), (25, 96), (78, 0), (26, 32)),  # the end of the whole may be inside a chunk
+        ((96, 8, 3, 3), (32, 8, 3, 3), (32, 0, 0, 0), (32, 24)),  # a convolution by its outputs
+        ((6, 64, 64), (2, 64, 64), (4, 0, 0), (32, 32)),  # experts
+        ((4096,), (1024,), (2048,), (1, 32)),
+    ],
+)
+def test_a_part_has_the_chunks_of_the_whole(
+    whole: tuple[int, ...], local: tuple[int, ...], offset: tuple[int, ...], edges: tuple[int, int]
+) -> None:
+    layout = plan_layout(local, 32, part=Part(whole, offset))
+    all_of_it = plan_layout(whole, 32)
+    assert (layout.row_edge, layout.col_edge) == (all_of_it.row_edge, all_of_it.col_edge) == edges
+    assert layout.num_chunks == math.ceil(math.prod(local) / math.prod(edges))
+
+
+def test_a_part_that_ends_inside_a_chunk_is_cut_by_its_own_shape() -> None:
+    for local, offset in (((20, 64), (20, 0)), ((64, 20), (0, 20))):
+        layout = plan_layout(local, 32, part=Part((64, 64), offset))
+        assert layout == plan_layout(local, 32)
+    assert plan_layout((0, 64), 32, part=Part((1, 64), (1, 0))).num_chunks == 0
+
+
+def test_whether_a_part_is_dense_depends_on_the_whole() -> None:
+    assert plan_layout((4, 8), 32, 100, part=Part((8, 8), (4, 0))).dense
+    assert plan_layout((8, 4), 32, 100, part=Part((8, 8), (0, 4))).dense  # no run of the flat tensor
+    assert not plan_layout((4, 8), 32, 60, part=Part((8, 8), (4, 0))).dense
+    assert plan_layout((32, 16), 32, layout="published", part=Part((64, 16), (32, 0))).row_edge == 32
+    assert plan_layout((8, 4, 2), 32, part=Part((8, 4, 4), (0, 0, 2))).num_chunks > 0
