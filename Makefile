@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # bfloat16 matrix products stop with SIGILL on some CPUs unless oneDNN is kept from their newest instructions.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: help quickstart test test-gpu test-mutations lint format bench wire clean
+.PHONY: help quickstart test test-gpu lint format bench wire clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -20,15 +20,12 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: $(STAMP)  ## train a small language model with two replicas on this machine: about two minutes, no download
 	$(BIN)/thinwire train quickstart --replicas 2
 
-test: lint  ## lint, types, the tests that need no GPU, and the coverage of core and wire
-	$(BIN)/python -m pytest -m "not gpu and not mutation" -n 2 --dist worksteal --cov --cov-report=
+test: lint  ## lint, types, all tests that need no GPU, and the coverage of core and wire
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal --cov --cov-report=
 	$(BIN)/python -m coverage report --include='*/thinwire/core/*,*/thinwire/wire/*' --fail-under=95
 
 test-gpu: $(STAMP)  ## the tests that run on a CUDA device
 	$(BIN)/python -m pytest -m gpu
-
-test-mutations: $(STAMP)  ## break the code on purpose, and see that a test notices
-	$(BIN)/python -m pytest -m mutation -n 2
 
 lint: $(STAMP)  ## formatting, lint rules and strict types
 	$(BIN)/ruff format --check --quiet

@@ -166,7 +166,7 @@ def test_gradients_are_accumulated(gradient_dtype: torch.dtype, momentum_dtype: 
 
 
 # The values do not concern a rule, so two kinds of them suffice; coarse ones cancel to 0, whose sign rounding decides.
-APPLIED = [("sgd", values, COMBINE_RULES[place % 2]) for place, values in enumerate(sorted(VALUE_CODECS))] + [
+APPLIED = [("sgd", values, combine) for values in sorted(VALUE_CODECS) for combine in COMBINE_RULES] + [
     ("adamw", "float32", "mean_over_senders"),
     ("lion", "bfloat16", "mean_over_replicas"),
     ("muon", "float32", "mean_over_senders"),

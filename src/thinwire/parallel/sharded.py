@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.core.errors import check_choice
 from thinwire.exchange.sharding import is_sharded
 from thinwire.optimizer import DeMo
 
@@ -82,7 +81,6 @@ def _check(
 
 
 def _is_on_axis(parameter: Any, mesh: DeviceMesh) -> bool:
-    check_choice("axis", REPLICATE, mesh.mesh_dim_names or ())
     replicas = set(dist.get_process_group_ranks(mesh.get_group(REPLICATE)))
     return any(
         len(replicas & set(dist.get_process_group_ranks(parameter.device_mesh.get_group(axis)))) > 1
