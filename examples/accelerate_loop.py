@@ -1,9 +1,11 @@
 """Accelerate with DeMo: torchrun --nproc-per-node 2 examples/accelerate_loop.py"""
 
 import argparse
+import time
 import zlib
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
@@ -33,6 +35,9 @@ def main() -> None:
         f"{traffic.last_step.sent_bytes} bytes per step, {traffic.total.num_exchanges} steps",
         flush=True,
     )
+    if dist.is_initialized():
+        time.sleep(0.5)  # a gloo process may abort if it ends while its threads still run (pytorch issue 190489)
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

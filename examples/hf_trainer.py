@@ -1,10 +1,12 @@
 """Hugging Face's Trainer with DeMo: torchrun --nproc-per-node 2 examples/hf_trainer.py --out runs/hf"""
 
 import argparse
+import time
 import zlib
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from thinwire.integrations.transformers import DeMoTrainer
@@ -55,6 +57,9 @@ def main() -> None:
         f"rank {args.process_index}: parameters {zlib.crc32(values.numpy().tobytes()):08x}, {sent} bytes per step",
         flush=True,
     )
+    if dist.is_initialized():
+        time.sleep(0.5)  # a gloo process may abort if it ends while its threads still run (pytorch issue 190489)
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 import argparse
 import os
+import time
 import zlib
 
 import lightning
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -58,6 +60,9 @@ def main() -> None:
         f"rank {trainer.global_rank}: parameters {zlib.crc32(values.numpy().tobytes()):08x}, {sent} bytes per step",
         flush=True,
     )
+    if dist.is_initialized():
+        time.sleep(0.5)  # a gloo process may abort if it ends while its threads still run (pytorch issue 190489)
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
