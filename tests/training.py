@@ -44,7 +44,8 @@ def build(seed: int = 0) -> SmallNet:
 
 def train_step(model: nn.Module, optimizer: DeMo, step: int, replica: int) -> float:
     """Forward, backward, step."""
-    images, labels = batch(step, replica)
+    device = next(model.parameters()).device
+    images, labels = (tensor.to(device) for tensor in batch(step, replica))
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(images), labels)
     loss.backward()
@@ -52,9 +53,11 @@ def train_step(model: nn.Module, optimizer: DeMo, step: int, replica: int) -> fl
     return loss.item()
 
 
-def train(replica: int, num_steps: int, first_seed: int = 0, **options: Any) -> tuple[SmallNet, DeMo, list[float]]:
+def train(
+    replica: int, num_steps: int, first_seed: int = 0, device: str = "cpu", **options: Any
+) -> tuple[SmallNet, DeMo, list[float]]:
     """Train from a seed of this replica's own, so that only the optimizer can have made replicas equal."""
-    model = build(first_seed + replica)
+    model = build(first_seed + replica).to(device)
     options = {"chunk": 16, "topk": 8, "dense_below": 60, **options}
     optimizer = DeMo(model.named_parameters(), lr=1e-2, **options)
     return model, optimizer, [train_step(model, optimizer, step, replica) for step in range(num_steps)]

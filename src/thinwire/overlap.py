@@ -16,6 +16,7 @@ from torch import Tensor
 from thinwire.attempt import Attempt
 from thinwire.core.errors import ThinwireError
 from thinwire.exchange.plan import ExchangePlan
+from thinwire.exchange.sharding import local_of
 
 _REMEDY = (
     "call backward inside `with optimizer.accumulate():` for all but the last time before step(), and every time if "
@@ -40,6 +41,9 @@ class Overlap:
         self._missing: list[set[int]] = []
         self._arrivals: list[torch.cuda.Event] = []
         """Where other streams and devices had got to when their gradients arrived."""
+        devices = {parameter.device for parameter in parameters if parameter.is_cuda}
+        self._side = torch.cuda.Stream(devices.pop()) if len(devices) == 1 else None
+        """Where buckets are encoded while backward goes on, if one GPU does all of it."""
         self._turn = threading.RLock()  # autograd has a thread per device
         self._is_left_to_step = False
 
@@ -56,6 +60,8 @@ class Overlap:
     def take(self) -> Attempt | None:
         """The attempt under way, for `step()` to finish."""
         attempt, self._attempt, self._is_left_to_step = self._attempt, None, False
+        if self._side is not None:
+            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
         return attempt
 
     @torch.no_grad()
@@ -73,26 +79,29 @@ class Overlap:
             if self._attempt is not None:
                 if parameter.is_cuda:
                     self._arrivals.append(torch.cuda.current_stream(parameter.device).record_event())
-                self._send_what_is_complete(self._attempt, tensor)
+                if self._side is not None and parameter.grad is not None:
+                    local_of(parameter.grad).record_stream(self._side)
+                try:
+                    with torch.cuda.stream(self._side):
+                        self._send_what_is_complete(self._attempt, tensor)
+                except BaseException:
+                    self.take()
+                    raise
 
     def _send_what_is_complete(self, attempt: Attempt, tensor: int) -> None:
         bucket = self._bucket_of[tensor]
-        try:
-            if bucket < attempt.num_sent:
-                attempt.abandon_()
-                name = self._plan.tensors[tensor].name
-                raise ThinwireError(
-                    f"{name} got another gradient after the first was sent; {_REMEDY}; after a backward that failed, "
-                    "call it again"
-                )
-            self._missing[bucket].discard(tensor)
-            while attempt.num_sent < len(self._missing) and not self._missing[attempt.num_sent]:
-                for event in self._arrivals:
-                    event.wait()
-                attempt.send_next_()
-        except BaseException:
-            self.take()
-            raise
+        if bucket < attempt.num_sent:
+            attempt.abandon_()
+            name = self._plan.tensors[tensor].name
+            raise ThinwireError(
+                f"{name} got another gradient after the first was sent; {_REMEDY}; after a backward that failed, "
+                "call it again"
+            )
+        self._missing[bucket].discard(tensor)
+        while attempt.num_sent < len(self._missing) and not self._missing[attempt.num_sent]:
+            for event in self._arrivals:
+                event.wait()
+            attempt.send_next_()
 
     @contextmanager
     def held_back(self) -> Iterator[None]:

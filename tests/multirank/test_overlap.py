@@ -21,16 +21,29 @@ OPTIONS: dict[str, Any] = {"chunk": 16, "topk": 8, "dense_below": 60, "num_bucke
 MORE: list[dict[str, Any]] = [{}, {"update": "muon", "weight_decay": 0.1, "momentum_dtype": "bfloat16"}]
 
 
-def _train(rank: int) -> list[list[tuple[Tensor, list[float], int]]]:
+def _train(rank: int, device: str, variants: list[dict[str, Any]]) -> list[list[tuple[Tensor, list[float], int]]]:
+    torch.backends.cudnn.deterministic = True
     results = []
-    for more in MORE:
-        runs = [train(rank, 8, **{**OPTIONS, **more, "overlap": overlap}) for overlap in (False, True)]
-        results.append([(flat(model), losses, optimizer.traffic.total.sent_bytes) for model, optimizer, losses in runs])
+    for more in variants:
+        runs = [train(rank, 8, device=device, **{**OPTIONS, **more, "overlap": overlap}) for overlap in (False, True)]
+        for _, optimizer, _ in runs:
+            optimizer.synchronize()
+        results.append([(flat(model).cpu(), losses, opt.traffic.total.sent_bytes) for model, opt, losses in runs])
     return results
 
 
 def test_the_same_bits_as_without() -> None:
-    everyone = run_ranks(_train, 3)
+    _check_same_bits(run_ranks(_train, 3, "cpu", MORE))
+
+
+@pytest.mark.gpu
+def test_the_same_bits_as_without_on_a_gpu() -> None:
+    """Backward on one stream, encoding on another, payloads through the host; the replicas share the GPU."""
+    variants = [{"backend": "torch"}, {"backend": "triton"}, {"backend": "triton", "delay": 1}, *MORE]
+    _check_same_bits(run_ranks(_train, 2, "cuda", variants, timeout_seconds=200))
+
+
+def _check_same_bits(everyone: list[Any]) -> None:
     for rank in everyone:
         for (late, early), (first, _) in zip(rank, everyone[0], strict=True):
             assert torch.equal(early[0], first[0]), "ranks differ"

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ def build(seed: int, width: int = 32) -> Net:
 def loss_of(model: nn.Module, step: int, replica: int, shard: int, num_shards: int) -> Tensor:
     """The mean over a shard's share of its replica's batch."""
     generator = torch.Generator().manual_seed(100 * step + replica)
-    tokens = torch.randint(0, 64, (6, 12), generator=generator)
+    tokens = torch.randint(0, 64, (6, 12), generator=generator).to(next(model.parameters()).device)
     mine = tokens.chunk(num_shards)[shard]
     return nn.functional.cross_entropy(model(mine[:, :-1]).flatten(0, 1), mine[:, 1:].flatten())
 
@@ -396,3 +397,30 @@ def test_meshes_that_cannot_work_are_refused() -> None:
     for said in run_ranks(_all_refused, 2):
         for kind, words in REFUSED.items():
             assert words in said[kind], kind
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fsdp2_on_a_gpu(tmp_path: Path, compiled: bool) -> None:
+    """One rank, since there is one GPU: DTensor parameters, FSDP2's streams and the fused kernels together."""
+    dist.init_process_group("nccl", init_method=(tmp_path / "rendezvous").as_uri(), rank=0, world_size=1)
+    try:
+        ends = []
+        for is_sharded in (True, False):
+            model = build(0).cuda()
+            options = {**OPTIONS, "backend": "triton", "update": "sgd", "values": "float32"}
+            if is_sharded:
+                mesh = init_device_mesh("cuda", (1, 1), mesh_dim_names=("replicate", "shard"))
+                model, optimizer = distribute(model, mesh, **options)  # type: ignore[assignment]
+            else:
+                optimizer = DeMo(model.named_parameters(), **options)
+            if compiled:
+                model.compile()
+            for step in range(4):
+                optimizer.zero_grad()
+                loss_of(model, step, 0, 0, 1).backward()
+                optimizer.step()
+            ends.append(whole(model))
+        assert difference(*ends) < 1e-5
+    finally:
+        dist.destroy_process_group()

@@ -50,18 +50,41 @@ class CollectiveTransport:
         # Ranks build their transports in the same order, so the count is the same on all of them.
         self._roster = _Roster(_store_of(group), f"thinwire/{next(_instances)}", self.replica, self.num_replicas)
         self._device = _message_device(group)
+        self._staged: _Gather | None = None
 
     def start_all_gather_(self, messages_RB: Tensor, what: str) -> Pending:
-        """Begin one all-gather, in place where the group can reach the device of the messages."""
-        everyone = messages_RB
+        """Begin one all-gather, in place where the group can reach the device of the messages.
+
+        A message that must first come from a GPU to the host is on its way when this returns, and is sent when the next
+        exchange begins or the first wait does: so the host need not wait for the GPU here, and the order of the exchanges
+        is the same on all replicas.
+        """
+        self._begin_staged()
+        gathered_RB = messages_RB
         if self._device is not None and self._device != messages_RB.device:
-            everyone = torch.empty(messages_RB.shape, dtype=messages_RB.dtype, device=self._device)
-            everyone[self.replica] = messages_RB[self.replica]
-        work = self._start(lambda: _all_gather(everyone.view(-1), everyone[self.replica], self._group), what)
-        return _Gather(self, work, what, everyone, messages_RB)
+            gathered_RB = torch.empty(
+                messages_RB.shape, dtype=messages_RB.dtype, device=self._device, pin_memory=messages_RB.is_cuda
+            )
+            gathered_RB[self.replica].copy_(messages_RB[self.replica], non_blocking=True)
+        gather = _Gather(self, what, gathered_RB, messages_RB)
+        if gathered_RB.device.type == "cpu" and messages_RB.is_cuda:
+            self._staged = gather
+        else:
+            gather.begin()
+        return gather
+
+    def _begin_staged(self) -> None:
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            staged.begin()
+
+    def begin_gather(self, gathered_RB: Tensor, what: str) -> dist.Work:
+        """Hand an all-gather to the group."""
+        return self._start(lambda: _all_gather(gathered_RB.view(-1), gathered_RB[self.replica], self._group), what)
 
     def broadcast_(self, tensor: Tensor, what: str) -> None:
         """Overwrite ``tensor`` with replica 0's, as bytes, since no backend knows every dtype."""
+        self._begin_staged()
         buffer = tensor.detach().to(self._device or tensor.device).contiguous()
         flat = buffer.view(-1).view(torch.uint8)
         source = dist.get_global_rank(self._group, 0)
@@ -102,16 +125,25 @@ class CollectiveTransport:
 
 
 class _Gather:
-    """An all-gather under way."""
+    """An all-gather that is under way, or will be once its message has come from the GPU."""
 
-    def __init__(
-        self, transport: CollectiveTransport, work: dist.Work, what: str, gathered_RB: Tensor, messages_RB: Tensor
-    ) -> None:
-        self._transport, self._work, self._what = transport, work, what
+    def __init__(self, transport: CollectiveTransport, what: str, gathered_RB: Tensor, messages_RB: Tensor) -> None:
+        self._transport, self._what = transport, what
         self._gathered_RB, self._messages_RB = gathered_RB, messages_RB
-        self._began, self._ended = time.monotonic(), 0.0
-        if gathered_RB.device.type == "cpu":
-            work.get_future().add_done_callback(self._end)
+        self._copied = torch.cuda.current_stream(messages_RB.device).record_event() if messages_RB.is_cuda else None
+        self._work: dist.Work | None = None
+        self._began = self._ended = 0.0
+
+    def begin(self) -> dist.Work:
+        """Hand it to the group, if that has not been done."""
+        if self._work is None:
+            if self._copied is not None and self._gathered_RB.device.type == "cpu":
+                self._copied.synchronize()
+            self._began = time.monotonic()
+            self._work = self._transport.begin_gather(self._gathered_RB, self._what)
+            if self._gathered_RB.device.type == "cpu":
+                self._work.get_future().add_done_callback(self._end)
+        return self._work
 
     def _end(self, _: object) -> None:
         self._ended = time.monotonic()
@@ -120,9 +152,9 @@ class _Gather:
         return (self._began, self._ended) if self._ended else None
 
     def wait(self) -> None:
-        self._transport.wait_for(self._work, self._what, self._gathered_RB.is_cuda)
+        self._transport.wait_for(self.begin(), self._what, self._gathered_RB.is_cuda)
         if self._gathered_RB is not self._messages_RB:
-            self._messages_RB.copy_(self._gathered_RB)
+            self._messages_RB.copy_(self._gathered_RB, non_blocking=True)
 
 
 class _Roster:

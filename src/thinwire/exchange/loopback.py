@@ -26,11 +26,27 @@ from thinwire.exchange.transport import Pending, all_gather
 Result = TypeVar("Result")
 
 
+class _Message:
+    """Bytes on their way between threads; on a GPU also between their streams."""
+
+    def __init__(self, content: Tensor) -> None:
+        self._content = content.clone()
+        self.num_bytes = content.numel()
+        self._is_written = torch.cuda.current_stream(content.device).record_event() if content.is_cuda else None
+
+    def copy_to_(self, place: Tensor) -> None:
+        if self._is_written is not None:
+            stream = torch.cuda.current_stream(self._content.device)
+            stream.wait_event(self._is_written)
+            self._content.record_stream(stream)
+        place.copy_(self._content)
+
+
 class _Meeting:
     """One exchange: who has brought a message, and how many have taken them all."""
 
     def __init__(self) -> None:
-        self.messages: dict[int, Tensor] = {}
+        self.messages: dict[int, _Message] = {}
         self.num_taken = 0
         self.last_came = 0.0
 
@@ -55,14 +71,14 @@ class LoopbackHub:
             self._gone.add(replica)
             self._changed.notify_all()
 
-    def post(self, number: int, replica: int, message: Tensor) -> None:
+    def post(self, number: int, replica: int, message: _Message) -> None:
         """Bring a message to exchange ``number``."""
         with self._changed:
             meeting = self._meetings.setdefault(number, _Meeting())
             meeting.messages[replica], meeting.last_came = message, time.monotonic()
             self._changed.notify_all()
 
-    def collect(self, number: int, what: str) -> tuple[list[Tensor], float]:
+    def collect(self, number: int, what: str) -> tuple[list[_Message], float]:
         """Wait until all have come, and return their messages in replica order, and when the last one came."""
         with self._changed:
             meeting = self._meetings[number]
@@ -75,8 +91,9 @@ class LoopbackHub:
             meeting.num_taken += 1
             if meeting.num_taken == self.num_replicas:
                 del self._meetings[number]
-        if len({message.numel() for message in messages}) > 1:
-            raise ExchangeError(f"{what}: replicas sent {[message.numel() for message in messages]} bytes, not equally many")
+        lengths = [message.num_bytes for message in messages]
+        if len(set(lengths)) > 1:
+            raise ExchangeError(f"{what}: replicas sent {lengths} bytes, not equally many")
         return messages, meeting.last_came
 
     def _is_settled(self, meeting: _Meeting) -> bool:
@@ -96,7 +113,7 @@ class _Posted:
         messages, self._ended = self._hub.collect(self._number, self._what)
         for replica, message in enumerate(messages):
             if replica != self._replica:
-                self._messages_RB[replica].copy_(message)
+                message.copy_to_(self._messages_RB[replica])
 
 
 class LoopbackTransport:
@@ -112,7 +129,7 @@ class LoopbackTransport:
         """Leave a copy for the others."""
         number = self._num_exchanges
         self._num_exchanges += 1
-        self._hub.post(number, self.replica, messages_RB[self.replica].clone())
+        self._hub.post(number, self.replica, _Message(messages_RB[self.replica]))
         return _Posted(self._hub, number, what, self.replica, messages_RB)
 
     def broadcast_(self, tensor: Tensor, what: str) -> None:
