@@ -13,31 +13,42 @@ from thinwire.core.errors import CheckpointError
 from thinwire.core.update_rules import UPDATE_RULES
 from thinwire.exchange.plan import first_difference
 from thinwire.options import STRUCTURAL_OPTIONS
+from thinwire.planning import specs_of
 
 if TYPE_CHECKING:
     from thinwire.optimizer import DeMo
 
 KEY = "thinwire"
-FORMAT = 1
+FORMAT = 2
 RESIDUAL_POLICIES = ("exact", "keep", "zero")
 
 
 def identity(optimizer: "DeMo") -> dict[str, Any]:
-    """Whose checkpoint it is."""
+    """Whose checkpoint it is, and which part of each parameter it is about."""
     return {
         "format": FORMAT,
         "replica": optimizer.replica,
         "num_replicas": optimizer.num_replicas,
         "plan": list(optimizer.plan.description),
+        "parts": _parts(optimizer),
         "num_skipped_steps": optimizer.num_skipped_steps,
     }
 
 
+def _parts(optimizer: "DeMo") -> dict[int, dict[str, list[int]]]:
+    pairs = (pair for index, group in enumerate(optimizer.param_groups) for pair in specs_of(group, index))
+    parts: dict[int, dict[str, list[int]]] = {}
+    for number, (spec, parameter) in enumerate(pairs):
+        if parameter in optimizer.state:
+            parts[number] = {"shape": list(spec.shape)}
+            if spec.part is not None:
+                parts[number] |= {"whole_shape": list(spec.part.whole_shape), "offset": list(spec.part.offset)}
+    return parts
+
+
 def load(optimizer: "DeMo", state_dict: dict[str, Any], residual: str) -> None:
     """Check everything first, then overwrite settings and state in place; on an error nothing has changed."""
-    saved = _check_identity(optimizer, state_dict, residual)
-    _check_groups(optimizer, state_dict)
-    wanted = _check_state(optimizer, state_dict["state"], residual)
+    wanted = check(optimizer, state_dict, residual)
     kept_back = {*STRUCTURAL_OPTIONS, "params", "param_names"}
     for mine, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         mine.update({name: value for name, value in theirs.items() if name not in kept_back})
@@ -47,17 +58,33 @@ def load(optimizer: "DeMo", state_dict: dict[str, Any], residual: str) -> None:
         else:
             tensor.copy_(value)
     _keep_for_later(optimizer, state_dict["state"], residual)
-    optimizer._num_skipped_steps = int(saved["num_skipped_steps"])
+    optimizer._num_skipped_steps = int(state_dict[KEY]["num_skipped_steps"])
 
 
-def _check_identity(optimizer: "DeMo", state_dict: dict[str, Any], residual: str) -> dict[str, Any]:
+def check(optimizer: "DeMo", state_dict: dict[str, Any], residual: str) -> list[tuple[Tensor, Tensor | None]]:
+    """Raise if it cannot be loaded; else pairs of (this optimizer's tensor, the saved one or None for zeros)."""
+    _check_identity(optimizer, state_dict, residual)
+    _check_groups(optimizer, state_dict)
+    return _check_state(optimizer, state_dict["state"], residual)
+
+
+def check_form(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Whose checkpoint it is; raises if it is none of ours."""
     if not isinstance(state_dict, dict) or not {KEY, "state", "param_groups"} <= state_dict.keys():
-        raise CheckpointError(f"this is not a checkpoint of thinwire.DeMo: it needs the keys {KEY!r}, state, param_groups")
+        raise CheckpointError(
+            f"this is not a checkpoint of thinwire.DeMo: it needs the keys {KEY!r}, state, param_groups (torch's "
+            "get_state_dict drops the first; use thinwire.parallel.distributed_checkpoint)"
+        )
     saved: dict[str, Any] = state_dict[KEY]
     if saved.get("format") != FORMAT:
         raise CheckpointError(f"the checkpoint has format {saved.get('format')!r}, this version reads {FORMAT}")
+    return saved
+
+
+def _check_identity(optimizer: "DeMo", state_dict: dict[str, Any], residual: str) -> None:
+    saved = check_form(state_dict)
     if residual != "exact":
-        return saved
+        return
     advice = "load that replica's own file, or pass residual='zero' (start without) or 'keep' (take it as it is)"
     for name, what in (("num_replicas", "number of replicas"), ("replica", "replica")):
         mine = getattr(optimizer, name)
@@ -69,7 +96,6 @@ def _check_identity(optimizer: "DeMo", state_dict: dict[str, Any], residual: str
             f"the checkpoint was made with another plan: it has [{difference[0]}], this optimizer has [{difference[1]}]; "
             "build the optimizer as it was, or pass residual='zero' or 'keep'"
         )
-    return saved
 
 
 def _check_groups(optimizer: "DeMo", state_dict: dict[str, Any]) -> None:

@@ -35,6 +35,7 @@ LAYERS = [
     "planning",
     "checkpoint",
     "optimizer",
+    "redistribution",
     "planner",
     "parallel",
     "integrations",

@@ -134,7 +134,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a damaged checkpoint is loaded",
-        "training/checkpoints.py",
+        "parallel/listing.py",
         "        if _fingerprint(path) != wanted:",
         "        if False:",
         "tests/unit/training/test_checkpoints.py::test_damaged_files_are_refused",

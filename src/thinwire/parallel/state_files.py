@@ -29,7 +29,7 @@ def write_state(state: dict[str, Any], folder: Path) -> None:
     facts = json.dumps(_take_tensors(state, "", tensors))
     tensors[_FACTS] = torch.frombuffer(bytearray(facts.encode()), dtype=torch.uint8)
     # Each replica writes alone (no_dist): planning together would send pickles between the replicas.
-    with _alone_on_purpose():
+    with alone_on_purpose():
         save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder)), no_dist=True)
 
 
@@ -41,7 +41,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]
     if _FACTS not in tensors:
         raise CheckpointError(f"{folder} holds no state of a run")
-    with _alone_on_purpose():
+    with alone_on_purpose():
         load(tensors, storage_reader=reader, no_dist=True)
     facts = json.loads(tensors.pop(_FACTS).numpy().tobytes())
     state: dict[str, Any] = _put_tensors(facts, tensors)
@@ -49,7 +49,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _alone_on_purpose() -> Iterator[None]:
+def alone_on_purpose() -> Iterator[None]:
     """Without the warning that nobody else takes part, and with errors as they were before torch wrapped them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

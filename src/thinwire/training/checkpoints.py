@@ -11,7 +11,6 @@ Every replica writes its own part, on its own disk if the machines share none. O
 its *keeper*: it alone renames, links and removes there.
 """
 
-import hashlib
 import json
 import os
 import secrets
@@ -25,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.errors import CheckpointError, first_line
+from thinwire.core.errors import CheckpointError
 from thinwire.exchange.transport import Transport, all_gather
+from thinwire.parallel.listing import check_files, list_files, reason, tell_problems
 from thinwire.parallel.state_files import read_state, write_state
 
-_REPORT_BYTES = 512
 _TOKEN_BYTES = 16
 # How many of its newest checkpoints a replica tells the others; there are seldom more than three.
 _TOLD_STEPS = 16
@@ -68,9 +67,9 @@ class Checkpoints:
         prefix = f".replica-{token.numpy().tobytes().hex()}-"
         mark = self._folder / f"{prefix}{self._transport.replica}"
         mark.touch()
-        self._tell_problems("")
+        tell_problems(self._transport, "")
         seen = [int(path.name.removeprefix(prefix)) for path in self._folder.glob(prefix + "*")]
-        self._tell_problems("")
+        tell_problems(self._transport, "")
         mark.unlink(missing_ok=True)
         return min(seen, default=self._transport.replica)
 
@@ -81,7 +80,7 @@ class Checkpoints:
                 shutil.rmtree(left, ignore_errors=True)
             else:
                 left.unlink(missing_ok=True)
-        self._tell_problems("")
+        tell_problems(self._transport, "")
 
     def save(
         self, run: RunState, state: Callable[[], dict[str, Any]], write_model: Callable[[Path], None], is_best: bool
@@ -108,8 +107,8 @@ class Checkpoints:
         try:
             yield
         except Exception as error:  # whatever it is, the others must hear of it
-            problem = f"replica {self._transport.replica} could not write {partial.parent}: {_reason(error)}"
-        problems = [told for told in self._tell_problems(problem) if told]
+            problem = f"replica {self._transport.replica} could not write {partial.parent}: {reason(error)}"
+        problems = [told for told in tell_problems(self._transport, problem) if told]
         if problems:
             shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(f"no checkpoint at step {step}: {problems[0]}")
@@ -122,13 +121,11 @@ class Checkpoints:
         own.mkdir(parents=True)
         (own / "run.json").write_text(json.dumps(asdict(run), indent=1) + "\n")
         write_state(state(), own / "state")
-        folders = [own]
+        written = [own]
         if replica == 0:
             write_model(partial / "model")
-            folders.append(partial / "model")
-        written = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
-        facts = {path.relative_to(partial).as_posix(): _fingerprint(path) for path in written}
-        (partial / f"files-{replica}.json").write_text(json.dumps(facts, indent=1) + "\n")
+            written.append(partial / "model")
+        list_files(partial, replica, written)
 
     def _link(self, name: str, target: str) -> None:
         link = self._folder / f"{name}.new"
@@ -141,15 +138,6 @@ class Checkpoints:
         for step in available_steps(self._folder.parent):
             if _name(step) not in kept:
                 shutil.rmtree(self._folder / _name(step), ignore_errors=True)
-
-    def _tell_problems(self, mine: str) -> list[str]:
-        """Everyone's problems, empty where there is none. Nobody passes before all have come here."""
-        padded = torch.zeros(_REPORT_BYTES, dtype=torch.uint8)
-        text = mine.encode()[:_REPORT_BYTES]
-        if text:
-            padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        rows = all_gather(self._transport, padded, "checkpoint")
-        return [row.cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
 
     def load_run(self) -> tuple[Path, RunState]:
         """The newest checkpoint that every replica has, and where the run was.
@@ -180,7 +168,7 @@ class Checkpoints:
         try:
             return read_state(checkpoint / name / "state")
         except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise CheckpointError(f"{checkpoint / name} is damaged: {_reason(error)}") from error
+            raise CheckpointError(f"{checkpoint / name} is damaged: {reason(error)}") from error
 
     def replicas_here(self, checkpoint: Path) -> list[int]:
         """Whose states this disk has."""
@@ -209,35 +197,3 @@ def read_run(checkpoint: Path, replica: int) -> RunState:
     if facts.get("format") != _FORMAT:
         raise CheckpointError(f"{checkpoint} has format {facts.get('format')!r}, this version reads {_FORMAT}")
     return RunState(**facts)
-
-
-def check_files(checkpoint: Path, writer: int, prefix: str) -> None:
-    """Refuse a checkpoint in which a file or folder that replica ``writer`` wrote is not what it was."""
-    listing = checkpoint / f"files-{writer}.json"
-    try:
-        facts = {name: wanted for name, wanted in json.loads(listing.read_text()).items() if _is_below(name, prefix)}
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{listing} cannot be read, so this is no checkpoint of thinwire: {_reason(error)}") from error
-    if not facts:
-        raise CheckpointError(f"{listing} does not list {prefix}: the checkpoint is not whole")
-    for name, wanted in facts.items():
-        path = checkpoint / name
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing: the checkpoint is not whole")
-        if _fingerprint(path) != wanted:
-            raise CheckpointError(f"{path} is damaged: its length or SHA-256 is not what was written")
-
-
-def _is_below(name: str, prefix: str) -> bool:
-    return name == prefix or name.startswith(prefix + "/")
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"bytes": file.tell(), "sha256": digest}
-
-
-def _reason(error: Exception) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)

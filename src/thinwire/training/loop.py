@@ -14,7 +14,8 @@ from transformers.utils.logging import disable_progress_bar
 from thinwire.core.errors import CheckpointError
 from thinwire.exchange.transport import Transport
 from thinwire.parallel.group import backend_name, join
-from thinwire.training.checkpoints import Checkpoints, RunState, check_files
+from thinwire.parallel.listing import check_files
+from thinwire.training.checkpoints import Checkpoints, RunState
 from thinwire.training.clock import Clock
 from thinwire.training.config import DECOUPLED_OPTIMIZERS
 from thinwire.training.config_file import as_toml

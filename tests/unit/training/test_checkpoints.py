@@ -13,8 +13,9 @@ import torch
 from thinwire.core.errors import CheckpointError
 from thinwire.exchange.loopback import run_replicas
 from thinwire.exchange.transport import SoloTransport, Transport
+from thinwire.parallel.listing import check_files
 from thinwire.parallel.state_files import read_state, write_state
-from thinwire.training.checkpoints import Checkpoints, RunState, available_steps, check_files, read_run
+from thinwire.training.checkpoints import Checkpoints, RunState, available_steps, read_run
 
 RUN = RunState(10, 320, 1, "demo", 2.5, 2.5, 1.0, 100, 100)
 

@@ -1,0 +1,68 @@
+"""Files that several ranks write into one checkpoint: what each wrote is listed, so that damage is noticed.
+
+What goes wrong on one rank is told to all.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire.core.errors import CheckpointError, first_line
+from thinwire.exchange.transport import Transport, all_gather
+
+_REPORT_BYTES = 512
+
+
+def tell_problems(transport: Transport, mine: str) -> list[str]:
+    """Everyone's problems, empty where there is none. Nobody passes before all have come here."""
+    padded = torch.zeros(_REPORT_BYTES, dtype=torch.uint8)
+    text = mine.encode()[:_REPORT_BYTES]
+    if text:
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    rows = all_gather(transport, padded, "checkpoint")
+    return [row.cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+
+
+def list_files(checkpoint: Path, writer: int, paths: Iterable[Path]) -> None:
+    """Write length and SHA-256 of these files, and of every file in these folders, to ``files-<writer>.json``."""
+    written = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*"))) if file.is_file()]
+    facts = {path.relative_to(checkpoint).as_posix(): _fingerprint(path) for path in written}
+    (checkpoint / f"files-{writer}.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def check_files(checkpoint: Path, writer: int, prefix: str) -> None:
+    """Refuse a checkpoint in which a file or folder that rank ``writer`` wrote is not what it was."""
+    listing = checkpoint / f"files-{writer}.json"
+    try:
+        facts = {name: wanted for name, wanted in json.loads(listing.read_text()).items() if _is_below(name, prefix)}
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{listing} cannot be read, so this is no checkpoint of thinwire: {reason(error)}") from error
+    if not facts:
+        raise CheckpointError(f"{listing} does not list {prefix}: the checkpoint is not whole")
+    for name, wanted in facts.items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing: the checkpoint is not whole")
+        if _fingerprint(path) != wanted:
+            raise CheckpointError(f"{path} is damaged: its length or SHA-256 is not what was written")
+
+
+def _is_below(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + "/")
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": digest}
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong with a file, in a few words."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)

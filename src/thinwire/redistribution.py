@@ -1,0 +1,188 @@
+"""From the saved state of some ranks to that of others: the replicas may be sharded otherwise, and be more or fewer.
+
+Residual momenta are sums, so they can be cut, moved and added up: where the saved chunks are not the wanted ones, a momentum
+is brought back from frequencies to elements, and from there to the frequencies of the wanted chunks, in float64.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.checkpoint import KEY, check_form, identity
+from thinwire.core.errors import CheckpointError, check_choice
+from thinwire.core.layout import ChunkLayout, Part, bands_of, crop_to_rows, plan_layout
+from thinwire.core.scratch import Scratch
+from thinwire.core.transform import forward, inverse_
+from thinwire.core.update_rules import UPDATE_RULES
+from thinwire.optimizer import DeMo
+from thinwire.planning import specs_of
+
+REDISTRIBUTIONS = ("keep", "zero", "sum", "mean")
+
+
+def assemble(optimizer: DeMo, saved: Iterable[dict[str, Any]], residual: str) -> dict[str, Any]:
+    """A state dict that ``optimizer`` can load, made from those of all ranks of a run with the same model.
+
+    ``residual`` says what becomes of the residual momenta of R' saved replicas in the R of now. ``keep``: each replica takes
+    the one of the same number; what has no taker is lost, and who finds none starts without. ``zero``: all start without.
+    ``sum``: the momenta are split or added up, so that their sum over all replicas stays what it was. ``mean``: so that the
+    mean does. The saved states are looked at one after the other, so they may be read as they are asked for.
+    """
+    check_choice("residual", residual, REDISTRIBUTIONS)
+    wanted = _wanted(optimizer)
+    groups: list[dict[str, Any]] = []
+    num_skipped_steps = 0
+    shares: dict[int, float] = {}
+    for state in saved:
+        whose = check_form(state)
+        if not groups:
+            groups, num_skipped_steps = state["param_groups"], whose["num_skipped_steps"]
+            _check_groups(groups, optimizer)
+            shares = shares_of(residual, optimizer.replica, optimizer.num_replicas, whose["num_replicas"])
+        cuts = _saved_cuts(whose, groups)
+        for index, piece in wanted.items():
+            if index not in cuts:
+                raise CheckpointError(f"the checkpoint has no state of {piece.name}: it was not trained there")
+            _take(piece, cuts[index], state["state"][index], whose["replica"], shares.get(whose["replica"], 0.0))
+    if not groups:
+        raise CheckpointError("there is no saved state to go on from")
+    for piece in wanted.values():
+        piece.check_whole(shares)
+    tensors = {index: piece.state() for index, piece in wanted.items()}
+    whose = {**identity(optimizer), "num_skipped_steps": num_skipped_steps}
+    return {"state": tensors, "param_groups": groups, KEY: whose}
+
+
+def shares_of(residual: str, replica: int, num_replicas: int, num_saved: int) -> dict[int, float]:
+    """Which saved replicas' momenta a replica takes, and how much of each."""
+    if residual == "zero":
+        return {}
+    if residual == "keep":
+        return {replica: 1.0} if replica < num_saved else {}
+    scale = num_replicas / num_saved if residual == "mean" else 1.0
+    if num_replicas <= num_saved:
+        return dict.fromkeys(range(replica, num_saved, num_replicas), scale)
+    source = replica % num_saved
+    return {source: scale / len(range(source, num_replicas, num_saved))}
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Where a rank's part of a tensor lies, and how it is cut into chunks."""
+
+    shape: tuple[int, ...]
+    whole_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    layout: ChunkLayout
+
+    def overlap(self, other: "_Cut") -> tuple[slice, ...]:
+        """What of this part the other has, as a place in this part; some slices are empty if there is nothing."""
+        slices = []
+        for size, start, other_size, other_start in zip(self.shape, self.offset, other.shape, other.offset, strict=True):
+            first, last = max(start, other_start), min(start + size, other_start + other_size)
+            slices.append(slice(first - start, max(first, last) - start))
+        return tuple(slices)
+
+
+def _cut(shape: Sequence[int], part: Part | None, group: dict[str, Any]) -> _Cut:
+    layout = plan_layout(tuple(shape), group["chunk"], group["dense_below"], group["layout"], part)
+    whole, offset = (tuple(shape), (0,) * len(shape)) if part is None else (part.whole_shape, part.offset)
+    return _Cut(tuple(shape), whole, offset, layout)
+
+
+class _Piece:
+    """What one rank wants of a parameter's state, as far as it has been found."""
+
+    def __init__(self, name: str, cut: _Cut, momentum: Tensor, rule_state: dict[str, Tensor]) -> None:
+        self.name, self.cut = name, cut
+        self._dtypes = {"momentum": momentum.dtype, **{key: tensor.dtype for key, tensor in rule_state.items()}}
+        self.momentum_CE = torch.zeros(momentum.shape, dtype=torch.float64)
+        self.rule_state = {key: torch.zeros(tensor.shape, dtype=tensor.dtype) for key, tensor in rule_state.items()}
+        self.num_found: dict[int, int] = {}
+        """Elements found of each saved replica."""
+        self.seen: set[tuple[int, tuple[int, ...]]] = set()
+        """Replicas and offsets of the parts that have been looked at: several ranks may hold the same."""
+
+    def check_whole(self, shares: dict[int, float]) -> None:
+        """Refuse to go on with less than all of it."""
+        numel = torch.Size(self.cut.shape).numel()
+        for replica in {*shares, *([0] if self.rule_state else [])}:
+            if self.num_found.get(replica, 0) != numel:
+                raise CheckpointError(
+                    f"the checkpoint has {self.num_found.get(replica, 0)} of the {numel} elements of {self.name} that this "
+                    f"rank needs of saved replica {replica}; are the files of all ranks here?"
+                )
+
+    def state(self) -> dict[str, Tensor]:
+        """As the optimizer keeps it."""
+        return {"momentum": self.momentum_CE.to(self._dtypes["momentum"]), **self.rule_state}
+
+
+def _wanted(optimizer: DeMo) -> dict[int, _Piece]:
+    pieces, first = {}, 0
+    for number, group in enumerate(optimizer.param_groups):
+        for index, (spec, parameter) in enumerate(specs_of(group, number), first):
+            if parameter in optimizer.state:
+                state = optimizer.state[parameter]
+                rule_state = {name: state[name] for name in UPDATE_RULES[group["update"]].state_names}
+                pieces[index] = _Piece(spec.name, _cut(spec.shape, spec.part, group), state["momentum"], rule_state)
+        first += len(group["params"])
+    return pieces
+
+
+def _saved_cuts(whose: dict[str, Any], groups: list[dict[str, Any]]) -> dict[int, _Cut]:
+    group_of = {index: group for group in groups for index in group["params"]}
+    cuts = {}
+    for index, facts in whose["parts"].items():
+        part = Part(tuple(facts["whole_shape"]), tuple(facts["offset"])) if "whole_shape" in facts else None
+        cuts[index] = _cut(facts["shape"], part, group_of[index])
+    return cuts
+
+
+def _check_groups(saved: list[dict[str, Any]], optimizer: DeMo) -> None:
+    theirs, mine = [len(group["params"]) for group in saved], [len(group["params"]) for group in optimizer.param_groups]
+    if theirs != mine:
+        raise CheckpointError(f"the checkpoint's groups hold {theirs} parameters, this optimizer's hold {mine}")
+    for number, (old, new) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
+        if old["update"] != new["update"]:
+            raise CheckpointError(f"group {number} was trained with update={old['update']!r}, and now has {new['update']!r}")
+
+
+def _take(piece: _Piece, theirs: _Cut, state: dict[str, Tensor], replica: int, share: float) -> None:
+    """Add what a saved rank has of a parameter to what was found of it."""
+    if theirs.whole_shape != piece.cut.whole_shape:
+        raise CheckpointError(
+            f"the checkpoint's {piece.name} is {theirs.whole_shape}, this model's is {piece.cut.whole_shape}"
+        )
+    if (replica, theirs.offset) in piece.seen:
+        return
+    piece.seen.add((replica, theirs.offset))
+    here, there = piece.cut.overlap(theirs), theirs.overlap(piece.cut)
+    num_shared = torch.Size([place.stop - place.start for place in here]).numel()
+    if num_shared == 0:
+        return
+    piece.num_found[replica] = piece.num_found.get(replica, 0) + num_shared
+    if share:
+        momentum_CE = state["momentum"].double()
+        if theirs != piece.cut:
+            elements = torch.zeros(piece.cut.shape, dtype=torch.float64)
+            elements[here] = _elements(momentum_CE, theirs.layout)[there]
+            momentum_CE = _coefficients(elements, piece.cut.layout)
+        piece.momentum_CE += share * momentum_CE
+    for name, tensor in piece.rule_state.items() if replica == 0 else ():
+        tensor[here] = state[name].view(theirs.shape)[there].to(tensor.dtype)
+
+
+def _elements(momentum_CE: Tensor, layout: ChunkLayout) -> Tensor:
+    """What a momentum means for the elements of its tensor; what it has beyond the edges is dropped."""
+    chunks = inverse_(momentum_CE.clone(), layout, Scratch())
+    return crop_to_rows(chunks, layout, 0, layout.num_bands).reshape(layout.shape)
+
+
+def _coefficients(elements: Tensor, layout: ChunkLayout) -> Tensor:
+    """The momentum that means this."""
+    bands = bands_of(elements, layout, 0, layout.num_bands)
+    return forward(bands, layout, Scratch()).reshape(layout.num_chunks, layout.num_elements)
