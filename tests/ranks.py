@@ -19,7 +19,9 @@ def run_ranks(
     work: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 120.0, may_die: bool = False
 ) -> list[Any]:
     """Call ``work(rank, *args)`` in ``num_ranks`` processes and return what each returned (None if it died)."""
-    context = mp.get_context("spawn")
+    # A server that has imported torch once forks the ranks, so that they need not import it each.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.tensor", "pytest", "thinwire"])
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_rank_main, args=(work, rank, num_ranks, folder, args), daemon=True)

@@ -109,7 +109,9 @@ class _Piece:
     def check_whole(self, shares: dict[int, float]) -> None:
         """Refuse to go on with less than all of it."""
         numel = torch.Size(self.cut.shape).numel()
-        for replica in {*shares, *([0] if self.rule_state else [])}:
+        # The rule's state is the same on all replicas: any one will do.
+        most = max(self.num_found, key=lambda replica: self.num_found[replica], default=0)
+        for replica in {*shares, *([most] if self.rule_state else [])}:
             if self.num_found.get(replica, 0) != numel:
                 raise CheckpointError(
                     f"the checkpoint has {self.num_found.get(replica, 0)} of the {numel} elements of {self.name} that this "
@@ -172,7 +174,7 @@ def _take(piece: _Piece, theirs: _Cut, state: dict[str, Tensor], replica: int, s
             elements[here] = _elements(momentum_CE, theirs.layout)[there]
             momentum_CE = _coefficients(elements, piece.cut.layout)
         piece.momentum_CE += share * momentum_CE
-    for name, tensor in piece.rule_state.items() if replica == 0 else ():
+    for name, tensor in piece.rule_state.items():
         tensor[here] = state[name].view(theirs.shape)[there].to(tensor.dtype)
 
 

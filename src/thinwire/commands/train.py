@@ -14,6 +14,7 @@ from rich.console import Console
 from thinwire.core.errors import CheckpointError
 from thinwire.parallel.group import leave
 from thinwire.parallel.launch import LAUNCHED, launch
+from thinwire.parallel.mesh import parse_mesh
 from thinwire.parallel.place import Place, find_place
 from thinwire.training import recipes
 from thinwire.training.checkpoints import available_steps
@@ -39,8 +40,9 @@ class TrainCommand:
     """A .toml or .yaml file with settings; its key `recipe` may name another recipe."""
     resume: Path | None = None
     """Go on from the last checkpoint of this run folder, with its settings."""
-    residual: Literal["exact", "zero"] = "exact"
-    """With --resume: `zero` drops DeMo's momenta, so that the number of replicas may change."""
+    residual: Literal["exact", "keep", "sum", "mean", "zero"] = "exact"
+    """With --resume: all but `exact` let the number of replicas or the mesh change. DeMo's momenta are then dealt out so
+    that their `sum` or `mean` stays, or each replica may `keep` its own, or all start from `zero`."""
     print_config: bool = False
     """Print the complete configuration as TOML, and do nothing."""
     dry_run: bool = False
@@ -66,14 +68,23 @@ def command(arguments: list[str]) -> int:
         return 0
     folder = _choose_folder(asked, place)
     if place.launcher == "none" and num_replicas > 1:
-        return _start_replicas(arguments, folder, config, asked)
+        return _start_replicas(arguments, folder, num_replicas, asked)
     return _train_here(asked, place, folder)
 
 
 def _num_replicas(config: TrainConfig, place: Place) -> int:
     wanted = config.launch.replicas
+    if config.launch.mesh:
+        in_mesh = parse_mesh(config.launch.mesh).num_ranks
+        if wanted not in (1, in_mesh):
+            raise TrainingError(f"mesh={config.launch.mesh!r} has {in_mesh} ranks, not {wanted}: leave --replicas out")
+        wanted = in_mesh
     if place.launcher == "none":
         return wanted
+    if config.launch.mesh and wanted != place.num_replicas:
+        raise TrainingError(
+            f"mesh={config.launch.mesh!r} has {wanted} ranks, but {place.launcher} has started {place.num_replicas}"
+        )
     if wanted not in (1, place.num_replicas):
         raise TrainingError(
             f"replicas={wanted}, but {place.launcher} has started {place.num_replicas}: leave --replicas out"
@@ -152,10 +163,10 @@ def _choose_folder(asked: TrainCommand, place: Place) -> Path:
     return folder
 
 
-def _start_replicas(arguments: list[str], folder: Path, config: TrainConfig, asked: TrainCommand) -> int:
+def _start_replicas(arguments: list[str], folder: Path, num_replicas: int, asked: TrainCommand) -> int:
     """Start local replicas with the same options, but for the folder, which they could not choose alike."""
     out = [] if asked.resume is not None else [f"--out={folder}"]
-    launch(["train", *arguments, *out], config.launch.replicas, config.launch.port)
+    launch(["train", *arguments, *out], num_replicas, asked.settings.launch.port)
     return 0
 
 

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.exchange.sharding import is_sharded
 from thinwire.optimizer import DeMo
-
-REPLICATE, SHARD = "replicate", "shard"
+from thinwire.parallel.mesh import REPLICATE, SHARD
 
 
 def distribute(
@@ -42,11 +41,7 @@ def distribute(
     """
     names = _check(model, mesh, initialise, options)
     if SHARD in names:
-        from torch.distributed.fsdp import fully_shard
-
-        for block in _blocks(model) if blocks is None else blocks:
-            fully_shard(block, mesh=mesh[SHARD], **(fsdp or {}))
-        fully_shard(model, mesh=mesh[SHARD], **(fsdp or {}))
+        shard_(model, mesh, blocks, fsdp)
     elif fsdp or blocks:
         raise ValueError(f"fsdp and blocks are for FSDP2, which needs a mesh axis {SHARD!r}; this mesh has {names}")
     if _is_on_meta(model):
@@ -54,6 +49,17 @@ def distribute(
         assert initialise is not None
         initialise(model)
     return model, DeMo(model.named_parameters(), process_group=mesh.get_group(REPLICATE), **options)
+
+
+def shard_(
+    model: nn.Module, mesh: DeviceMesh, blocks: Sequence[nn.Module] | None = None, fsdp: dict[str, Any] | None = None
+) -> None:
+    """Let FSDP2 shard a model over the axis ``shard``, and over no other; see `distribute`."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in _blocks(model) if blocks is None else blocks:
+        fully_shard(block, mesh=mesh[SHARD], **(fsdp or {}))
+    fully_shard(model, mesh=mesh[SHARD], **(fsdp or {}))
 
 
 def _check(

@@ -9,6 +9,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Literal
 
 from thinwire.core.errors import check_choice, check_float, check_int
+from thinwire.parallel.mesh import parse_mesh
 from thinwire.wire.values import VALUE_CODECS
 
 # The optimizers that leave each replica its own gradients; all others average them.
@@ -156,6 +157,8 @@ class LaunchConfig:
 
     replicas: int = 1
     """Replicas to start on this machine. Under torchrun or SLURM their number comes from there."""
+    mesh: str = ""
+    """Replicas that are spread over ranks, such as replicate=2,shard=4: 2 replicas, each sharded over 4 ranks by FSDP2."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
     threads: int = 0
@@ -223,7 +226,24 @@ def check(config: TrainConfig, num_replicas: int) -> None:
     for name in ("overlap", "delay", "look_ahead"):
         if values[name] and config.optim.optimizer != "demo":
             raise ValueError(f"{name} is an option of optimizer=demo, not of {config.optim.optimizer}")
+    _check_mesh(config, num_replicas)
     _check_batch(config.schedule, num_replicas)
+
+
+def _check_mesh(config: TrainConfig, num_ranks: int) -> None:
+    if not config.launch.mesh:
+        return
+    shape = parse_mesh(config.launch.mesh)
+    if shape.num_ranks != num_ranks:
+        raise ValueError(f"mesh={config.launch.mesh!r} has {shape.num_ranks} ranks, and there are {num_ranks}")
+    if shape.shard == 1:
+        return
+    if config.optim.optimizer != "demo":
+        raise ValueError(f"mesh with shard={shape.shard} is for optimizer=demo, not for {config.optim.optimizer}")
+    if config.optim.update == "muon":
+        raise ValueError(
+            f"update=muon needs whole matrices, and mesh has shard={shape.shard}: use another rule, such as --update sign"
+        )
 
 
 def _check_batch(schedule: ScheduleConfig, num_replicas: int) -> None:

@@ -10,6 +10,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from thinwire.exchange.transport import SoloTransport
+from thinwire.parallel.mesh import MeshShape, parse_mesh
 from thinwire.planner.cost import DEVICES, Workload, ddp, predict, thinwire_demo
 from thinwire.planner.links import Link, format_bandwidth, format_bytes, format_seconds
 from thinwire.training.config import DECOUPLED_OPTIMIZERS, OptimConfig, TrainConfig
@@ -36,15 +37,14 @@ def describe(config: TrainConfig, num_replicas: int, console: Console) -> None:
     compute_seconds = step_flops(model, config, share) / (rate * _UTILISATION)
     console.print(f"{config.model.architecture}: {count:,} parameters in {len(specs)} tensors", highlight=False)
     console.print(
-        f"{config.schedule.steps:,} steps of {config.schedule.batch} examples, {share} per replica, {num_replicas} replicas",
+        f"{config.schedule.steps:,} steps of {config.schedule.batch} examples, {share} per rank, {num_replicas} ranks",
         highlight=False,
     )
-    console.print(_memory_table(memory_bytes(config.optim, model, num_replicas)))
-    workload = _workload(config.optim, model, num_replicas, compute_seconds, device)
+    mesh = parse_mesh(config.launch.mesh) if config.launch.mesh else MeshShape(num_replicas)
+    console.print(_memory_table(memory_bytes(config.optim, model, mesh)))
+    workload = _workload(config.optim, model, mesh, compute_seconds, device)
     sent, received = workload.exchange.sent_bytes, workload.exchange.received_bytes
-    console.print(
-        f"bytes per step and replica: {format_bytes(sent)} sent, {format_bytes(received)} received", highlight=False
-    )
+    console.print(f"bytes per step and rank: {format_bytes(sent)} sent, {format_bytes(received)} received", highlight=False)
     console.print(
         f"forward and backward: about {format_seconds(compute_seconds)} per step on this {device.type}, from a matrix "
         f"product that ran at {rate / 1e9:,.0f} GFLOP/s, of which training is taken to reach {_UTILISATION:.0%}",
@@ -54,8 +54,8 @@ def describe(config: TrainConfig, num_replicas: int, console: Console) -> None:
     console.print(_time_table(workload, config.schedule.steps))
 
 
-def memory_bytes(config: OptimConfig, model: nn.Module, num_replicas: int) -> dict[str, int]:
-    """Memory of one replica, activations and temporary tensors apart."""
+def memory_bytes(config: OptimConfig, model: nn.Module, mesh: MeshShape) -> dict[str, int]:
+    """Memory of one rank, activations and temporary tensors apart; shards are taken to be even."""
     needs = {"parameters": _bytes_of(model.parameters()), "gradients": _bytes_of(model.parameters())}
     if config.optimizer in DECOUPLED_OPTIMIZERS:
         optimizer = Decoupled(config, model, model, SoloTransport()).optimizer
@@ -64,10 +64,10 @@ def memory_bytes(config: OptimConfig, model: nn.Module, num_replicas: int) -> di
         needs["state of the update rule"] = _bytes_of(
             t for state in states for name, t in state.items() if name != "momentum"
         )
-        needs["payloads"] = optimizer.plan.payload_bytes * num_replicas
+        needs["payloads"] = optimizer.plan.payload_bytes * mesh.replicate
     else:
         needs["optimizer state"] = needs["parameters"] * _DENSE_STATES[config.optimizer]
-    return {name: needed for name, needed in needs.items() if needed}
+    return {name: needed // mesh.shard for name, needed in needs.items() if needed}
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
@@ -92,19 +92,25 @@ def _device(config: TrainConfig) -> torch.device:
 
 
 def _workload(
-    config: OptimConfig, model: nn.Module, num_replicas: int, compute_seconds: float, device: torch.device
+    config: OptimConfig, model: nn.Module, mesh: MeshShape, compute_seconds: float, device: torch.device
 ) -> Workload:
     costs, count = DEVICES["gpu" if device.type == "cuda" else "cpu"], num_parameters(model)
     if config.optimizer not in DECOUPLED_OPTIMIZERS:
-        return ddp(count, 4, "fp32", num_replicas, compute_seconds, costs)
+        return ddp(count, 4, "fp32", mesh.replicate, compute_seconds, costs)
     plan = Decoupled(config, model, model, SoloTransport()).optimizer.plan
     return thinwire_demo(
-        count, plan.payload_bytes, config.topk, plan.codings[0].values, num_replicas, compute_seconds, costs
+        count // mesh.shard,
+        plan.payload_bytes // mesh.shard,
+        config.topk,
+        plan.codings[0].values,
+        mesh.replicate,
+        compute_seconds,
+        costs,
     )
 
 
 def _memory_table(needs: dict[str, int]) -> Table:
-    table = Table(title="memory of a replica, without activations", title_justify="left")
+    table = Table(title="memory of a rank, without activations", title_justify="left")
     table.add_column("")
     table.add_column("bytes", justify="right")
     for name, needed in needs.items():

@@ -1,5 +1,6 @@
 """The loss on the validation data, shared out among the replicas."""
 
+import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -39,10 +40,12 @@ def evaluate(
     was_training = model.training
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64)
-    for first in range(0, len(mine), batch):
-        some = examples.fetch(mine[first : first + batch]).to(device)
+    # Replicas that are sharded need all their ranks in every forward pass: who has nothing left scores one for nothing.
+    for first in range(0, math.ceil(total / transport.num_replicas), batch):
+        some = mine[first : first + batch]
         with autocast:
-            sums += _sums(model, some)
+            found = _sums(model, examples.fetch(some if len(some) else chosen[:1]).to(device))
+        sums += found if len(some) else 0
     model.train(was_training)
     everyone = all_gather(transport, sums.view(torch.uint8), "evaluation")
     loss, right, count = everyone.contiguous().view(torch.float64).sum(dim=0).tolist()

@@ -1,6 +1,7 @@
 """One replica's run, from the first weights to the last checkpoint. `Run.train` is the loop."""
 
 import dataclasses
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from thinwire.core.errors import CheckpointError
 from thinwire.exchange.transport import Transport
 from thinwire.parallel.group import backend_name, join
 from thinwire.parallel.listing import check_files
+from thinwire.parallel.sharding import gather_whole, sharding_of
 from thinwire.training.checkpoints import Checkpoints, RunState
 from thinwire.training.clock import Clock
 from thinwire.training.config import DECOUPLED_OPTIMIZERS
@@ -63,6 +65,7 @@ class Run:
 
     def __init__(self, job: Job, device: torch.device, transport: Transport, console: Console, stack: ExitStack) -> None:
         self._job, self._config, self._device, self._transport = job, job.config, device, transport
+        self._sharding = sharding_of(job.config.launch.mesh, device)
         # Over gloo DeMo waits for the GPU before each exchange anyway, so that waiting a little earlier costs nothing.
         is_decoupled = job.config.optim.optimizer in DECOUPLED_OPTIMIZERS
         has_early_sync = device.type == "cuda" and is_decoupled and transport.num_replicas > 1 and backend_name() == "gloo"
@@ -102,8 +105,8 @@ class Run:
         has_residual = optimizer in DECOUPLED_OPTIMIZERS
         if has_residual and state.num_replicas != num_replicas and self._job.residual == "exact":
             raise CheckpointError(
-                f"the checkpoint is of {state.num_replicas} replicas, this run has {num_replicas}: start as many, or pass "
-                "--residual zero to go on with empty momenta"
+                f"the checkpoint is of {state.num_replicas} replicas, this run has {num_replicas}: start as many, or let "
+                "--residual sum, mean, keep or zero say what is to become of their momenta"
             )
         return checkpoint, dataclasses.replace(state, num_replicas=num_replicas)
 
@@ -115,17 +118,21 @@ class Run:
             kind: Any = type(self._model)
             loaded = kind.from_pretrained(checkpoint / "model", local_files_only=True, use_safetensors=True)
             self._model.load_state_dict(loaded.state_dict())
+        if self._sharding is not None:
+            self._sharding.shard_(self._model, self._transport)
         self._model.to(self._device).train()
         # From here on, what is random (dropout) differs between replicas.
         seed_everything(self._config.run.seed + 1 + self._transport.replica)
         compiled: Any = torch.compile(self._model) if self._config.model.compile else self._model
         self._callable_model: nn.Module = compiled
-        self._method: Method = build_method(self._config.optim, self._model, self._callable_model, self._transport)
+        group = self._sharding.between_replicas if self._sharding is not None else None
+        self._method: Method = build_method(self._config.optim, self._model, self._callable_model, self._transport, group)
 
     def _restore(self, checkpoint: Path) -> None:
         here, own = self._checkpoints.replicas_here(checkpoint), self._transport.replica
-        has_own = own in here and self._job.residual == "exact"
-        needs_own = not self._method.state_is_shared and self._job.residual == "exact"
+        is_exact = self._job.residual == "exact"
+        has_own = own in here and is_exact
+        needs_own = not self._method.state_is_shared and is_exact
         state = self._checkpoints.load_state(checkpoint, own if has_own or needs_own else min(here, default=0))
         if has_own:
             torch.set_rng_state(state["random"])
@@ -133,10 +140,12 @@ class Run:
                 torch.cuda.set_rng_state(state["random_cuda"], self._device)
         for name, buffer in self._model.named_buffers():
             buffer.copy_(state["buffers"][name])
-        for other in here:
-            if state["optimizer"] is None:
-                state["optimizer"] = self._checkpoints.load_state(checkpoint, other)["optimizer"]
-        self._method.load_state_dict(state["optimizer"], self._job.residual)
+        if needs_own:
+            states: Iterable[dict[str, Any]] = [state["optimizer"]]
+        else:
+            found = (self._checkpoints.load_state(checkpoint, other)["optimizer"] for other in here)
+            states = (optimizer for optimizer in found if optimizer is not None)
+        self._method.load_state_dict(states, self._job.residual)
 
     def _start_reporting(self, console: Console, stack: ExitStack) -> None:
         if self._checkpoints.is_keeper:
@@ -158,12 +167,14 @@ class Run:
             f"{self._config.model.architecture} with {num_parameters(self._model):,} parameters on {self._data.description}"
         )
         backend = f" over {backend_name()}" if num_replicas > 1 else ""
-        self._reporter.say(
-            f"{optim.optimizer}{rule}, {_count(num_replicas, 'replica')} on {self._device.type}{backend}, "
-            f"run in {self._job.folder}"
-        )
+        replicas = _count(num_replicas, "replica")
+        if self._sharding is not None:
+            shape = self._sharding.shape
+            replicas = f"{_count(shape.replicate, 'replica')} of {shape.shard} ranks each"
+        self._reporter.say(f"{optim.optimizer}{rule}, {replicas} on {self._device.type}{backend}, run in {self._job.folder}")
         if self._state.step:
-            momenta = ", with empty momenta" if self._job.residual == "zero" else ""
+            policy = self._job.residual
+            momenta = ", with empty momenta" if policy == "zero" else "" if policy == "exact" else f", momenta by {policy!r}"
             self._reporter.say(f"going on after step {self._state.step}{momenta}")
 
     def train(self) -> None:
@@ -268,6 +279,8 @@ class Run:
     def _save(self, is_best: bool) -> None:
         elapsed = self._state.elapsed_seconds + self._clock.elapsed_seconds
         state = dataclasses.replace(self._state, elapsed_seconds=elapsed)
+        # All ranks take part in gathering, and rank 0 alone in writing.
+        self._whole = gather_whole(self._model) if self._sharding is not None else None
         self._checkpoints.save(state, self._replica_state, self._write_model, is_best)
 
     def _replica_state(self) -> dict[str, Any]:
@@ -281,17 +294,24 @@ class Run:
         }
 
     def _write_model(self, folder: Path) -> None:
-        self._model.save_pretrained(folder)  # type: ignore[operator]
+        self._model.save_pretrained(folder, state_dict=self._whole)  # type: ignore[operator]
         tokenizer = Path(self._config.data.tokenizer)
         if tokenizer.is_file():
             (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+
+    def _unsharded(self) -> nn.Module:
+        """What was saved last, on rank 0; it can be called by one rank alone, where a sharded model would wait for all."""
+        model = build_model(self._config, sizes_of(self._data))
+        if self._whole:
+            model.load_state_dict(self._whole)
+        return model.to(self._device)
 
     def outcome(self) -> Outcome:
         """How it ended."""
         elapsed = self._state.elapsed_seconds + self._clock.elapsed_seconds
         return Outcome(
             job=self._job,
-            model=self._model,
+            model=self._model if self._sharding is None else self._unsharded(),
             data=self._data,
             device=self._device,
             state=dataclasses.replace(self._state, elapsed_seconds=elapsed),

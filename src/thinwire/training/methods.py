@@ -1,9 +1,9 @@
 """How replicas train together: DeMo, or an optimizer whose gradients DDP averages. The loop sees only `Method`."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -13,8 +13,12 @@ from thinwire.exchange.traffic import Traffic
 from thinwire.exchange.transport import Transport
 from thinwire.optimizer import DeMo
 from thinwire.parallel.dense import AveragedModel
+from thinwire.redistribution import assemble
 from thinwire.training.config import DECOUPLED_OPTIMIZERS, OptimConfig, ScheduleConfig
 from thinwire.training.errors import TrainingError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class Method(Protocol):
@@ -50,15 +54,23 @@ class Method(Protocol):
         """All that a resumed run needs."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any], residual: str) -> None:
-        """Go on from it; ``residual`` as `DeMo.load_state_dict` has it."""
+    def load_state_dict(self, states: Iterable[dict[str, Any]], residual: str) -> None:
+        """Go on from this rank's own state, if ``residual`` is exact or there is only one; else from those of all ranks, see
+        `thinwire.redistribution.assemble`."""
         ...
 
 
-def build_method(config: OptimConfig, model: nn.Module, callable_model: nn.Module, transport: Transport) -> Method:
-    """``callable_model`` is ``model`` itself or its compiled form."""
+def build_method(
+    config: OptimConfig,
+    model: nn.Module,
+    callable_model: nn.Module,
+    transport: Transport,
+    between_replicas: "ProcessGroup | None" = None,
+) -> Method:
+    """``callable_model`` is ``model`` itself or its compiled form. ``between_replicas`` is for sharded replicas: the ranks
+    with which this one exchanges, where ``transport`` reaches all ranks."""
     if config.optimizer in DECOUPLED_OPTIMIZERS:
-        return Decoupled(config, model, callable_model, transport)
+        return Decoupled(config, model, callable_model, transport if between_replicas is None else None, between_replicas)
     return Averaged(config, model, callable_model, transport.num_replicas)
 
 
@@ -78,7 +90,14 @@ class Decoupled:
 
     state_is_shared = False
 
-    def __init__(self, config: OptimConfig, model: nn.Module, callable_model: nn.Module, transport: Transport) -> None:
+    def __init__(
+        self,
+        config: OptimConfig,
+        model: nn.Module,
+        callable_model: nn.Module,
+        transport: Transport | None,
+        group: "ProcessGroup | None" = None,
+    ) -> None:
         self.model = callable_model
         groups = _decay_groups(list(model.named_parameters()), config.weight_decay)
         common: dict[str, Any] = {"momentum_decay": config.momentum_decay, "chunk": config.chunk, "topk": config.topk}
@@ -94,6 +113,7 @@ class Decoupled:
                 combine=config.combine,
                 betas=(config.beta1, config.beta2),
                 transport=transport,
+                process_group=group,
                 backend=config.kernels,
                 overlap=config.overlap,
                 delay=config.delay,
@@ -127,10 +147,11 @@ class Decoupled:
         """The optimizers' own."""
         return self.optimizer.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any], residual: str) -> None:
-        """The optimizers' own."""
+    def load_state_dict(self, states: Iterable[dict[str, Any]], residual: str) -> None:
+        """The optimizer's own, or one made from several."""
+        state = next(iter(states)) if residual == "exact" else assemble(self.optimizer, states, residual)
         with _own_settings(self.optimizer):
-            self.optimizer.load_state_dict(state, residual=residual)
+            self.optimizer.load_state_dict(state)
 
 
 class Averaged:
@@ -176,8 +197,9 @@ class Averaged:
         """The optimizers' own."""
         return {str(place): optimizer.state_dict() for place, optimizer in enumerate(self._optimizers)}
 
-    def load_state_dict(self, state: dict[str, Any], residual: str) -> None:
-        """The optimizers' own."""
+    def load_state_dict(self, states: Iterable[dict[str, Any]], residual: str) -> None:
+        """The optimizers' own, the same on all replicas."""
+        state = next(iter(states))
         for place, optimizer in enumerate(self._optimizers):
             with _own_settings(optimizer):
                 optimizer.load_state_dict(state[str(place)])

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.core.errors import first_line
+from thinwire.parallel.mesh import parse_mesh
 from thinwire.planner.links import format_bytes
 from thinwire.training.logs import Row, read_rows
 from thinwire.training.loop import Outcome
@@ -47,11 +48,14 @@ def summarise(outcome: Outcome, rows: list[Row]) -> dict[str, Any]:
     """All figures of a run, as plain data."""
     state = outcome.state
     evaluations = [row for row in rows if row["kind"] == "evaluation"]
-    dense = 2 * (state.num_replicas - 1) / state.num_replicas * num_parameters(outcome.model)
+    mesh = outcome.job.config.launch.mesh
+    num_replicas, num_shards = parse_mesh(mesh) if mesh else (state.num_replicas, 1)
+    dense = 2 * (num_replicas - 1) / num_replicas * num_parameters(outcome.model) / num_shards
     steps = max(1, state.step)
     return {
         "optimizer": state.optimizer,
-        "num_replicas": state.num_replicas,
+        "num_replicas": num_replicas,
+        "ranks_per_replica": num_shards,
         "num_parameters": num_parameters(outcome.model),
         "steps": state.step,
         "first_validation_loss": evaluations[0]["loss"] if evaluations else None,
@@ -90,7 +94,8 @@ def _print(summary: dict[str, Any], sample: str, console: Console, folder: Path)
 
 
 def _byte_table(summary: dict[str, Any]) -> Table:
-    table = Table(title="bytes per step and replica (all-reduce: a ring; whole run: both ways)", title_justify="left")
+    who = "replica" if summary["ranks_per_replica"] == 1 else "rank"
+    table = Table(title=f"bytes per step and {who} (all-reduce: a ring; whole run: both ways)", title_justify="left")
     for name in ("", "sent", "received", "whole run", "times as much"):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     own = summary["sent_bytes_per_step"] + summary["received_bytes_per_step"]

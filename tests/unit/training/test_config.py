@@ -2,6 +2,8 @@
 
 import dataclasses
 import inspect
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import tyro
 
 from thinwire.commands import train
 from thinwire.core.errors import CheckpointError
+from thinwire.parallel.place import Place
 from thinwire.training import config as config_module
 from thinwire.training import recipes
 from thinwire.training.config import ScheduleConfig, TrainConfig, all_fields, check
@@ -174,3 +177,29 @@ def test_configurations_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         ScheduleConfig().steps = 3  # type: ignore[misc]
     assert tyro.cli(TrainConfig, args=[]) == TrainConfig()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "update", "mesh", "num_ranks", "words"),
+    [
+        ("demo", "muon", "shard=2", 2, "update=muon needs whole matrices, and mesh has shard=2"),
+        ("demo", "sign", "replicate=2,shard=2", 3, "mesh='replicate=2,shard=2' has 4 ranks, and there are 3"),
+        ("demo", "sign", "tp=2", 2, "must be like replicate=2,shard=4"),
+        ("adamw", "sign", "shard=2", 2, "mesh with shard=2 is for optimizer=demo, not for adamw"),
+    ],
+)
+def test_a_mesh_that_cannot_work_is_refused(optimizer: str, update: str, mesh: str, num_ranks: int, words: str) -> None:
+    base = recipes.build("quickstart", optimizer)
+    config = replace(base, optim=replace(base.optim, update=update), launch=replace(base.launch, mesh=mesh))
+    with pytest.raises(ValueError, match=re.escape(words)):
+        check(config, num_ranks)
+
+
+def test_the_number_of_ranks_follows_from_the_mesh() -> None:
+    asked = train.parse(["quickstart", "--mesh", "replicate=2,shard=2"]).settings
+    assert train._num_replicas(asked, Place()) == 4
+    with pytest.raises(TrainingError, match="has 4 ranks, but torchrun has started 2"):
+        train._num_replicas(asked, Place(num_replicas=2, launcher="torchrun"))
+    asked = train.parse(["quickstart", "--mesh", "replicate=2,shard=2", "--replicas", "3"]).settings
+    with pytest.raises(TrainingError, match="has 4 ranks, not 3: leave --replicas out"):
+        train._num_replicas(asked, Place())

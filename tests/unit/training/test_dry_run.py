@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 
 from thinwire.exchange.transport import SoloTransport
+from thinwire.parallel.mesh import MeshShape
 from thinwire.training.dry_run import describe, matmul_rate, memory_bytes
 from thinwire.training.methods import Decoupled
 from thinwire.training.models import Sizes, build_model, num_parameters
@@ -23,16 +24,18 @@ def test_memory_is_that_of_the_real_optimizer(update: str) -> None:
     model = build_model(config, Sizes(vocab_size=256))
     optimizer = Decoupled(config.optim, model, model, SoloTransport()).optimizer
     held = sum(tensor.nbytes for state in optimizer.state.values() for tensor in state.values())
-    needs = memory_bytes(config.optim, build_on_meta(config), 4)
+    needs = memory_bytes(config.optim, build_on_meta(config), MeshShape(4))
     assert needs["parameters"] == sum(parameter.nbytes for parameter in model.parameters())
     assert needs["momentum"] + needs.get("state of the update rule", 0) == held
     assert needs["payloads"] == 4 * optimizer.plan.payload_bytes
+    sharded = memory_bytes(config.optim, build_on_meta(config), MeshShape(4, 2))
+    assert sharded == {name: needed // 2 for name, needed in needs.items()}
 
 
 @pytest.mark.parametrize(("optimizer", "copies"), [("adamw", 2), ("sgd", 1)])
 def test_memory_of_the_others(optimizer: str, copies: int) -> None:
     config = build("quickstart", optimizer)
-    needs = memory_bytes(config.optim, build_on_meta(config), 2)
+    needs = memory_bytes(config.optim, build_on_meta(config), MeshShape(2))
     assert needs["optimizer state"] == copies * needs["parameters"]
 
 
@@ -43,7 +46,7 @@ def test_it_says_what_a_run_would_need(name: str, optimizer: str) -> None:
     describe(build(name, optimizer), 2, Console(file=out, width=120))
     text = out.getvalue()
     assert re.search(r"[\d,]+ parameters in \d+ tensors", text)
-    assert "bytes per step and replica" in text
+    assert "bytes per step and rank" in text
     assert text.count("bit/s") == 4
     assert re.search(r"together\s*│\s*[\d.]+ [kM]B", text)
 

@@ -46,7 +46,7 @@ def test_every_optimizer_learns_and_resumes(optimizer: str) -> None:
     copy = net(1)
     copy.load_state_dict(model.state_dict())
     other = build_method(config, copy, copy, SoloTransport())
-    other.load_state_dict(deepcopy(method.state_dict()), "exact")
+    other.load_state_dict([deepcopy(method.state_dict())], "exact")
     assert train(method, 5, seed=9) == train(other, 5, seed=9)
 
 
@@ -107,7 +107,7 @@ def test_a_resumed_run_has_the_settings_it_was_started_with(optimizer: str) -> N
     train(before, 3)
     changed = OptimConfig(optimizer=optimizer, weight_decay=0.5, momentum_decay=0.5, beta2=0.5)  # type: ignore[arg-type]
     after = build_method(changed, model, model, SoloTransport())
-    after.load_state_dict(deepcopy(before.state_dict()), "exact")
+    after.load_state_dict([deepcopy(before.state_dict())], "exact")
     groups = after.optimizer.param_groups if isinstance(after, Decoupled) else after._optimizers[0].param_groups
     assert groups[0]["weight_decay"] == 0.5
     assert groups[0]["betas"][1] == 0.5

@@ -1,0 +1,39 @@
+"""``thinwire train --mesh``: replicas that are sharded over ranks, saved, resumed, and resumed on another mesh."""
+
+import json
+from pathlib import Path
+
+from tests.cli import TINY, thinwire
+
+RUN = ["train", "quickstart", *TINY, "--update", "sign", "--lr", "1e-3", "--schedule", "constant", "--eval-examples", "13"]
+RUN += ["--eval-every", "3", "--checkpoint-every", "0"]
+
+
+def run(*arguments: str, cwd: Path) -> str:
+    done = thinwire(*arguments, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(folder: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if row["kind"] == "step"}
+
+
+def test_sharded_replicas_train_and_resume_here_and_elsewhere(tmp_path: Path) -> None:
+    mesh = ["--mesh", "replicate=2,shard=2"]
+    shown = run(*RUN, *mesh, "--steps", "3", "--out", "run", cwd=tmp_path)
+    assert "2 replicas of 2 ranks each" in shown
+    assert "a sample of its text" in shown
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["num_replicas"], summary["ranks_per_replica"]) == (2, 2)
+    assert summary["dense_float32_bytes_per_step"] == 2 * summary["num_parameters"]
+    run("train", "--resume", "run", "--steps", "6", cwd=tmp_path)
+    sharded = losses(tmp_path / "run")
+    assert list(sharded) == [1, 2, 3, 4, 5, 6]
+    elsewhere = ["--mesh", "", "--replicas", "1", "--steps", "8"]
+    refused = thinwire("train", "--resume", "run", *elsewhere, cwd=tmp_path)
+    assert refused.returncode == 1
+    assert "--residual sum, mean, keep or zero" in refused.stderr
+    assert "momenta by 'sum'" in run("train", "--resume", "run", *elsewhere, "--residual", "sum", cwd=tmp_path)
+    assert losses(tmp_path / "run")[8] < sharded[1]
