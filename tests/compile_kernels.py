@@ -30,6 +30,7 @@ Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 
 def launches(chunk: int, topk: int, values: str, update: str, num_replicas: int) -> list[Launch]:
     """The launches of one step, one of each kernel."""
+    from thinwire.core.combine import Decoding
     from thinwire.core.scratch import Scratch
     from thinwire.core.update_rules import UPDATE_RULES, Hyper
     from thinwire.exchange.plan import Coding, TensorSpec, make_plan
@@ -60,7 +61,7 @@ def launches(chunk: int, topk: int, values: str, update: str, num_replicas: int)
     with mock.patch.object(JITFunction, "run", catch), torch.no_grad():
         step.encode_(group, payloads_RB[0])
         step.undo_(group, payloads_RB[0])
-        step.apply_(group, payloads_RB, "mean_over_senders")
+        step.apply_(group, payloads_RB, Decoding())
         inspect_(payloads_RB, [(stack.codec, stack.offset_bytes, stack.num_chunks)], findings_RW)
         judge_(payloads_RB, 0, findings_RW, verdict)
     return list(found.values())

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from thinwire.core.combine import Decoding
 from thinwire.core.errors import ExchangeError, ThinwireError
 from thinwire.exchange.agreement import AllGather, name_the_difference
 from thinwire.exchange.plan import Bucket
@@ -178,10 +179,10 @@ class Attempt:
                 raise ExchangeError(f"replica {header.replica} gave up step {header.step} because of an error of its own")
         return headers
 
-    def apply_(self, combine_rule: str) -> None:
+    def apply_(self, decoding: Decoding) -> None:
         """Apply everyone's payloads."""
         for bucket, encoding in self._buckets:
-            self._local.apply_(bucket, self._groups, encoding.payloads_RB, combine_rule)
+            self._local.apply_(bucket, self._groups, encoding.payloads_RB, decoding)
 
     def take_back_(self) -> None:
         """Undo what was encoded; or, where that was a step ago and its gradients are gone, return what was sent."""
@@ -205,11 +206,11 @@ class Attempt:
             self._local.keep_units(encoding)
         return self
 
-    def finish_on_device_(self, combine_rule: str) -> None:
+    def finish_on_device_(self, decoding: Decoding) -> None:
         """Launch both, of which the verdict lets one do its work; and have the findings brought to the host."""
         for bucket, encoding in self._buckets:
             self._local.undo_(bucket, self._groups, encoding)
-        self.apply_(combine_rule)
+        self.apply_(decoding)
         for _, encoding in self._buckets:
             encoding.told_RW.copy_(encoding.findings_RW, non_blocking=True)
         (device,) = self._local.verdicts

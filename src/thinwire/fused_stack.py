@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from thinwire.core.combine import Decoding
 from thinwire.core.scratch import Scratch
 from thinwire.exchange.plan import Entry, Stack
 from thinwire.kernels import decode, encode, undo
@@ -86,7 +87,7 @@ class FusedStack:
         """See `StackStep`."""
         return 1.0 if self._stack.codec.value_codec.unit is None else self._units_C[:, None]
 
-    def apply_(self, group: GroupStep, payloads_RB: Tensor, combine_rule: str) -> None:
+    def apply_(self, group: GroupStep, payloads_RB: Tensor, decoding: Decoding) -> None:
         """See `StackStep`."""
         self.forget()
         targets = {entry.tensor: self._tensors[entry.tensor].parameter.contiguous() for entry in self._stack.entries}
@@ -94,12 +95,11 @@ class FusedStack:
         rests = (1 - hyper.betas[0], 1 - beta)
         settings = decode.Settings(hyper.lr, group.weight_factor, *hyper.betas, *rests, hyper.eps, 1 - beta**hyper.step)
         direction = self._whole_direction() if group.rule.whole_matrices else None
-        over_senders = combine_rule == "mean_over_senders"
         for entries, table in self._apply_tables.update(lambda entry: self._apply_row(entry, targets, direction)):
 
             def decode_(chunks: tuple[int, int], rule: str, table: ChunkTable = table) -> None:
                 where = (self._stack.codec, payloads_RB, self._stack.offset_bytes)
-                decode.decode_(table, *where, over_senders, rule, settings, self._scratch, chunks, self._verdict)
+                decode.decode_(table, *where, decoding, rule, settings, self._scratch, chunks, self._verdict)
 
             if direction is None:
                 decode_((0, table.num_chunks), group.rule.name)

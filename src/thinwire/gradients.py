@@ -1,5 +1,6 @@
 """Is what backward left in ``.grad`` fit for a step, and is it this replica's own?"""
 
+import logging
 import warnings
 import zlib
 from collections.abc import Sequence
@@ -7,10 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.core.errors import ThinwireError
+from thinwire.core.errors import NonFiniteGradientError, ThinwireError
 from thinwire.exchange.gradient_sync import is_synchronised_by_ddp
-from thinwire.wire.payload import Problem, Trouble
+from thinwire.wire.payload import Header, Problem, Trouble
 
+_log = logging.getLogger("thinwire")
 _FINGERPRINT_ELEMENTS = 4096
 
 
@@ -84,3 +86,17 @@ def check_own_gradients(fingerprints: Sequence[int], num_replicas: int, paramete
         stacklevel=5,
     )
     return True
+
+
+def tell_trouble(header: Header, names: Sequence[str], raises: bool) -> None:
+    """Say that all replicas leave a step out because of what one of them has found; or raise, if that is wanted."""
+    replica, problem, tensor = header.replica, header.trouble.problem, header.trouble.tensor
+    name = names[tensor] if 0 <= tensor < len(names) else "a tensor"
+    if problem is Problem.SPARSE:
+        raise TypeError(f"replica {replica} has a sparse gradient for {name}; DeMo needs dense gradients")
+    if problem is Problem.NONFINITE and raises:
+        raise NonFiniteGradientError(
+            f"replica {replica} has NaN or Inf in the gradient of {name} at step {header.step} (what is too large to be "
+            "squared counts as Inf); no replica took the step. on_nonfinite='skip' leaves such steps out"
+        )
+    _log.warning("step skipped on all replicas: replica %d has NaN or Inf in the gradient of %s", replica, name)

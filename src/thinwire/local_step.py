@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from thinwire.core.combine import Decoding
 from thinwire.core.scratch import Scratch
 from thinwire.exchange.plan import Bucket, ExchangePlan, Stack
 from thinwire.fused import why_not
@@ -127,11 +128,11 @@ class LocalStep:
             self.steps[stack].give_back_(encoding.payload_B, encoding.units[stack])
         encoding.begun.clear()
 
-    def apply_(self, bucket: Bucket, groups: Sequence[GroupStep], payloads_RB: Tensor, combine_rule: str) -> None:
+    def apply_(self, bucket: Bucket, groups: Sequence[GroupStep], payloads_RB: Tensor, decoding: Decoding) -> None:
         """Apply everyone's payloads to the parameters, see `StackStep.apply_`; where the fused backend runs, unless the
         verdict is against the step."""
         for stack in bucket.stacks:
-            self.steps[stack].apply_(groups[stack.group], payloads_RB, combine_rule)
+            self.steps[stack].apply_(groups[stack.group], payloads_RB, decoding)
 
     def set_verdict_(self, verdict: int) -> None:
         """Decide from the host, which is known before the next launch runs."""

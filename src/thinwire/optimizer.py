@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from thinwire import checkpoint
 from thinwire.attempt import Attempt, announce_plan
-from thinwire.core.combine import COMBINE_RULES
-from thinwire.core.errors import NonFiniteGradientError, ThinwireError, check_bool, check_choice, check_float, check_int
+from thinwire.core.combine import COMBINE_RULES, Decoding
+from thinwire.core.errors import ThinwireError, check_bool, check_choice, check_float, check_int
 from thinwire.delay import Delay
 from thinwire.exchange.agreement import hold_roll_call
 from thinwire.exchange.collective import default_transport, is_distributed
@@ -21,13 +21,13 @@ from thinwire.exchange.plan import ExchangePlan, digest_of
 from thinwire.exchange.sharding import find_island
 from thinwire.exchange.traffic import Traffic
 from thinwire.exchange.transport import Transport, metered
-from thinwire.gradients import check_own_gradients
+from thinwire.gradients import check_own_gradients, tell_trouble
 from thinwire.local_step import BACKENDS, Encoding, LocalStep
 from thinwire.options import check_group, check_parameter
 from thinwire.overlap import Overlap, check_nothing_changed
 from thinwire.planning import copy_first_parameters, describe, group_step, plan_and_tensors, signature_of, specs_of
 from thinwire.stack_step import GroupStep
-from thinwire.wire.payload import Header, Problem
+from thinwire.wire.payload import Header
 
 _log = logging.getLogger("thinwire")
 ON_NONFINITE = ("raise", "skip")
@@ -60,6 +60,7 @@ class DeMo(Optimizer):
         maximize: go up instead of down.
         momentum_dtype: float32, bfloat16 or float64.
         combine: ``mean_over_senders`` or ``mean_over_replicas``.
+        exact_decode: decode in whole numbers, so that all kinds of devices find the same bits; not for muon's matrices.
         on_nonfinite: what all replicas do when one has NaN or Inf in a gradient, or values too large to be squared:
             ``raise`` or ``skip`` the step. Under a `torch.amp.GradScaler` an overflow always skips.
         process_group: the replicas; the default group if `torch.distributed` is initialised, else one replica.
@@ -96,6 +97,7 @@ class DeMo(Optimizer):
         maximize: bool = False,
         momentum_dtype: str = "float32",
         combine: str = "mean_over_senders",
+        exact_decode: bool = False,
         on_nonfinite: str = "raise",
         process_group: dist.ProcessGroup | None = None,
         transport: Transport | None = None,
@@ -107,7 +109,7 @@ class DeMo(Optimizer):
         look_ahead: bool = False,
         backend: str = "auto",
     ) -> None:
-        self._combine = check_choice("combine", combine, COMBINE_RULES)
+        self._decoding = Decoding(check_choice("combine", combine, COMBINE_RULES), check_bool("exact_decode", exact_decode))
         self._on_nonfinite = check_choice("on_nonfinite", on_nonfinite, ON_NONFINITE)
         self._sync_parameters = check_bool("sync_parameters", sync_parameters)
         self._overlaps = check_bool("overlap", overlap)
@@ -246,7 +248,7 @@ class DeMo(Optimizer):
         """Receive what all have sent, and apply it or take it back."""
         if self._local.is_fused and self._island.is_one_rank and not (self._delay.is_on or attempt.compares):
             attempt.receive_()
-            attempt.finish_on_device_(self._combine)
+            attempt.finish_on_device_(self._decoding)
             self._count(1)
             self._unsettled = attempt
             if not any(device.type == "cuda" for device in self._local.verdicts):
@@ -262,7 +264,7 @@ class DeMo(Optimizer):
             self._handle_trouble(troubled)
             return
         with self._delay.at_true_parameters(self._local.tensors):
-            attempt.apply_(self._combine)
+            attempt.apply_(self._decoding)
         self._count(1)
 
     @torch.no_grad()
@@ -388,20 +390,11 @@ class DeMo(Optimizer):
 
     def _handle_trouble(self, header: Header) -> None:
         """Raise, or say that the step is skipped."""
-        replica, problem, tensor = header.replica, header.trouble.problem, header.trouble.tensor
-        name = self._plan.tensors[tensor].name if 0 <= tensor < len(self._plan.tensors) else "a tensor"
-        if problem is Problem.SPARSE:
-            raise TypeError(f"replica {replica} has a sparse gradient for {name}; DeMo needs dense gradients")
-        if problem is Problem.NONFINITE and self._on_nonfinite == "raise":
-            raise NonFiniteGradientError(
-                f"replica {replica} has NaN or Inf in the gradient of {name} at step {header.step} (what is too large to be "
-                "squared counts as Inf); no replica took the step. on_nonfinite='skip' leaves such steps out"
-            )
-        _log.warning("step skipped on all replicas: replica %d has NaN or Inf in the gradient of %s", replica, name)
+        tell_trouble(header, [spec.name for spec in self._plan.tensors], self._on_nonfinite == "raise")
         self._num_skipped_steps += 1
 
     def _description(self) -> list[str]:
-        facts = {"step": self.num_steps, "combine": self._combine, "on_nonfinite": self._on_nonfinite}
+        facts = {"step": self.num_steps, **self._decoding._asdict(), "on_nonfinite": self._on_nonfinite}
         return describe(self._plan, self.param_groups, facts)
 
     def _agree_and_synchronise(self, groups: list[dict[str, Any]]) -> None:

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from thinwire.core.combine import Decoding
 from thinwire.core.update_rules import Hyper, UpdateRule
 from thinwire.exchange.plan import Stack
 from thinwire.wire.payload import Problem
@@ -60,7 +61,7 @@ class StackStep(Protocol):
         """How much momentum one unit of each record's values stood for when it was sent: (C, 1), or 1 for all."""
         ...
 
-    def apply_(self, group: GroupStep, payloads_RB: Tensor, combine_rule: str) -> None:
+    def apply_(self, group: GroupStep, payloads_RB: Tensor, decoding: Decoding) -> None:
         """Combine everyone's records, transform back, and let the update rule change the parameters."""
         ...
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from thinwire.core import transform
-from thinwire.core.combine import combine
+from thinwire.core.combine import Decoding, combine
+from thinwire.core.exact import inverse_exact
 from thinwire.core.layout import bands_of, chunks_view, crop_to_rows, matrix_shape, rows_of
 from thinwire.core.scratch import Scratch
 from thinwire.core.selection import group_maxima, num_groups_of, select_topk, subtract_sent_
@@ -69,7 +70,7 @@ class TorchStack:
         indices_CK, sent_CK = self._stack.codec.decode(records_CB.to(slab.device))
         self._subtract(slab, indices_CK, -sent_CK.to(slab.dtype) * unit)
 
-    def apply_(self, group: GroupStep, payloads_RB: Tensor, combine_rule: str) -> None:
+    def apply_(self, group: GroupStep, payloads_RB: Tensor, decoding: Decoding) -> None:
         """See `StackStep`."""
         self.forget()
         scratch = Scratch()
@@ -78,7 +79,7 @@ class TorchStack:
         stacks_RCB = stack_records(payloads_RB, self._stack)
         for slab in self._slabs:
             messages = [self._stack.codec.decode(records_CB[slab.records].to(slab.device)) for records_CB in stacks_RCB]
-            directions = _directions(slab, self._stack, messages, combine_rule, scratch)
+            directions = _directions(slab, self._stack, messages, decoding, scratch)
             for tile, direction in zip(slab.tiles, directions, strict=True):
                 for piece in tile.pieces:
                     local, target = self._tensors[piece.tensor], targets[piece.tensor]
@@ -178,11 +179,12 @@ class TorchStack:
 
 
 def _directions(
-    slab: Slab, stack: Stack, messages: list[tuple[Tensor, Tensor]], combine_rule: str, scratch: Scratch
+    slab: Slab, stack: Stack, messages: list[tuple[Tensor, Tensor]], decoding: Decoding, scratch: Scratch
 ) -> Iterator[Tensor]:
     """The update direction of all chunks of each tile, (C, row_edge, col_edge), valid until the next one is asked for."""
     layout, codec = slab.pieces[0].layout, stack.codec
-    if len(messages) == 1 and not layout.dense and 2 * codec.num_kept <= layout.row_edge + layout.col_edge:
+    is_plain = len(messages) == 1 and not layout.dense and not decoding.is_exact
+    if is_plain and 2 * codec.num_kept <= layout.row_edge + layout.col_edge:
         indices_CK, values_CK = messages[0]  # alone, nothing is combined, and few coefficients need little arithmetic
         rows_CK, cols_CK = transform.frequencies_of(indices_CK, layout)
         values_CK = values_CK.to(slab.dtype)
@@ -192,8 +194,11 @@ def _directions(
     for tile in slab.tiles:
         mine = [(indices[tile.slab_chunks], values[tile.slab_chunks]) for indices, values in messages]
         shape = (tile.num_chunks, codec.num_elements)
-        combined_CE = combine(mine, scratch.take("first", shape, slab.dtype, slab.device), combine_rule)
-        yield transform.inverse_(combined_CE, layout, scratch)
+        combined_CE = combine(mine, scratch.take("first", shape, slab.dtype, slab.device), decoding.combine)
+        if decoding.is_exact:
+            yield inverse_exact(combined_CE, layout, 1.0 if codec.value_name == "sign" else None)
+        else:
+            yield transform.inverse_(combined_CE, layout, scratch)
 
 
 def _apply_piece_(local: LocalTensor, target: Tensor, piece: Piece, direction: Tensor, group: GroupStep) -> None:

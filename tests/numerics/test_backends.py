@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire import DeMo, NonFiniteGradientError, fused
-from thinwire.core.combine import COMBINE_RULES
+from thinwire.core.combine import COMBINE_RULES, Decoding
 from thinwire.core.reference import Oracle, strongest
 from thinwire.core.update_rules import UPDATE_RULES, Hyper
 from thinwire.exchange.loopback import run_replicas
@@ -221,7 +221,7 @@ def compare_applied(
     for backend in ("torch", "triton"):
         step = local_step(plan, backend, parameters, momenta_for(plan, device), rule)
         with torch.no_grad():
-            step.apply_(plan.buckets[0], [group_step(rule)], payloads_RB, combine)
+            step.apply_(plan.buckets[0], [group_step(rule)], payloads_RB, Decoding(combine))
         results.append([t for tensor in step.tensors for t in (tensor.parameter.data, *tensor.rule_state.values())])
     num_different, num_all = 0, 0
     for expected, found in zip(*results, strict=True):
@@ -264,7 +264,7 @@ def test_nothing_is_applied_if_the_verdict_says_so(rule: str, device: torch.devi
     before = [t.clone() for tensor in step.tensors for t in (tensor.parameter.data, *tensor.rule_state.values())]
     step.set_verdict_(1)
     with torch.no_grad():
-        step.apply_(plan.buckets[0], [group_step(rule)], payload_B[None], "mean_over_senders")
+        step.apply_(plan.buckets[0], [group_step(rule)], payload_B[None], Decoding())
     after = [t for tensor in step.tensors for t in (tensor.parameter.data, *tensor.rule_state.values())]
     for old, new in zip(before, after, strict=True):
         assert torch.equal(old, new)

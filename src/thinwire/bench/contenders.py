@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from thinwire.core.combine import Decoding
 from thinwire.core.layout import empty_momentum
 from thinwire.core.update_rules import UPDATE_RULES, Hyper
 from thinwire.exchange.plan import Coding, ExchangePlan, TensorSpec, make_plan
@@ -132,7 +133,7 @@ class LocalWorld:
 
     def decode(self) -> None:
         """From everyone's payloads to parameters."""
-        self._step.apply_(self._bucket, self._groups, self._everyone_RB[: self.num_replicas], "mean_over_senders")
+        self._step.apply_(self._bucket, self._groups, self._everyone_RB[: self.num_replicas], Decoding())
 
     def contender(self, backend: str, topk: int, replicas: int) -> Contender:
         """This world with so many replicas. Gradient, momentum and parameter, and the payloads: 20 bytes and a little."""

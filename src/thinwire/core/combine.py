@@ -5,11 +5,19 @@ coefficient is formed in the same order on every replica and device: no float at
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 COMBINE_RULES = ("mean_over_senders", "mean_over_replicas")
+
+
+class Decoding(NamedTuple):
+    """How everyone's coefficients become a direction: the combine rule, and whether to transform back in whole numbers."""
+
+    combine: str = "mean_over_senders"
+    is_exact: bool = False
 
 
 def combine(messages: Sequence[tuple[Tensor, Tensor]], combined_CE: Tensor, rule: str) -> Tensor:
@@ -25,7 +33,8 @@ def combine(messages: Sequence[tuple[Tensor, Tensor]], combined_CE: Tensor, rule
         return combined_CE
     if rule == "mean_over_senders":
         return combined_CE.div_(_count_senders(messages, combined_CE).clamp_(min=1))
-    return combined_CE.div_(len(messages))
+    # A tensor, since a GPU would multiply by the rounded inverse of a number.
+    return combined_CE.div_(torch.full((), len(messages), dtype=combined_CE.dtype, device=combined_CE.device))
 
 
 def _count_senders(messages: Sequence[tuple[Tensor, Tensor]], like_CE: Tensor) -> Tensor:

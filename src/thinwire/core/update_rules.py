@@ -47,8 +47,16 @@ def adamw_(p: Tensor, d: Tensor, state: dict[str, Tensor], hyper: Hyper) -> None
     """``p <- p - lr * d / (sqrt(v) + eps)`` with v the bias-corrected mean of d^2 (decay ``betas[1]``)."""
     second_moment, beta = state["second_moment"], hyper.betas[1]
     second_moment.mul_(beta).add_((d * d).mul_(1 - beta))
-    denominator = (second_moment / (1 - beta**hyper.step)).sqrt_().add_(hyper.eps)
+    # A tensor, since a GPU would multiply by the rounded inverse of a number.
+    correction = torch.full((), 1 - beta**hyper.step, dtype=d.dtype, device=d.device)
+    denominator = _rounded_sqrt(second_moment / correction).add_(hyper.eps)
     p.sub_(d.div_(denominator).mul_(hyper.lr))
+
+
+def _rounded_sqrt(x: Tensor) -> Tensor:
+    """The nearest float to the square root: on a CPU torch's own may be the one beside it. Through float64 it cannot be,
+    since no root of a float32 comes that close to the middle between two."""
+    return x.double().sqrt_().to(x.dtype) if x.device.type == "cpu" else x.sqrt_()
 
 
 def lion_(p: Tensor, d: Tensor, state: dict[str, Tensor], hyper: Hyper) -> None:

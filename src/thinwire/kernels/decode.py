@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.core.combine import Decoding
+from thinwire.core.exact import LEAST_EXPONENT, MOST_EXPONENT, scales_of
 from thinwire.core.scratch import Scratch
 from thinwire.kernels.bits import get_bits, to_dtype
 from thinwire.kernels.table import (
@@ -39,6 +41,8 @@ from thinwire.kernels.values import decode_values
 from thinwire.wire.codec import ChunkCodec
 
 _CLEARED: tl.constexpr = tl.constexpr(1024)
+_LEAST_EXPONENT: tl.constexpr = tl.constexpr(LEAST_EXPONENT)
+_MOST_EXPONENT: tl.constexpr = tl.constexpr(MOST_EXPONENT)
 
 
 @triton.jit
@@ -101,6 +105,30 @@ def _apply_rule(
 
 
 @triton.jit
+def _round(x):
+    """To the nearest integer, of two the even one; for sizes below 2^22."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _exact_inverse(q, row_basis, col_basis, IS_VOTE: tl.constexpr, DROP: tl.constexpr, UNIT: tl.constexpr):
+    """`core.exact.inverse_exact`, with 8 bits: integers that float16 holds, and sums that float32 does."""
+    up, down = 256.0, UNIT  # no vote is larger than 1
+    if not IS_VOTE:
+        largest = tl.max(tl.max(tl.abs(q), axis=1), axis=0)
+        exponent = ((largest.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23) - 127
+        exponent = tl.minimum(tl.maximum(exponent, _LEAST_EXPONENT), _MOST_EXPONENT)
+        up = ((8 - exponent + 127) << 23).to(tl.float32, bitcast=True)
+        down = UNIT * ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    between = tl.dot(_round(q * up).to(tl.float16), col_basis)
+    between = _round(between * (1.0 / (1 << DROP)))
+    high = _round(between * (1.0 / 256))
+    low = between - high * 256.0
+    direction = tl.dot(row_basis, high.to(tl.float16)) * 256.0 + tl.dot(row_basis, low.to(tl.float16))
+    return direction * down
+
+
+@triton.jit
 def _clear(words_ptr, NUM_WORDS: tl.constexpr):
     """Write zeros, when all have done with what was there, and before anyone goes on."""
     tl.debug_barrier()
@@ -121,7 +149,7 @@ def _decode_kernel(
     INDICES: tl.constexpr, INDEX_BITS: tl.constexpr, LOW_BITS: tl.constexpr, VALUES: tl.constexpr, VALUE_BITS: tl.constexpr,
     HAS_SCALE: tl.constexpr, BATCH: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_LANES: tl.constexpr,
     COUNTER_BITS: tl.constexpr, TILE_WORDS: tl.constexpr, OVER_SENDERS: tl.constexpr,
-    RULE: tl.constexpr, PRECISION: tl.constexpr,
+    RULE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, EXACT_DROP: tl.constexpr, EXACT_UNIT: tl.constexpr,
 ):  # fmt: skip
     """A batch of chunks at a time: first all that was sent for them, into tiles of scratch memory, then the products."""
     last_of_all = tl.where(tl.load(verdict_ptr) == 0, last_of_all, first_of_all)
@@ -196,10 +224,13 @@ def _decode_kernel(
             if OVER_SENDERS:
                 divisor = tl.maximum(num_senders, 1).to(tl.float32)
             # The products that follow are less exact than a quick division is.
-            direction = tl.div_rn(direction, divisor) if DENSE else direction / divisor
+            direction = tl.div_rn(direction, divisor) if DENSE or EXACT else direction / divisor
             if not DENSE:
-                direction = tl.dot(direction, col_basis, input_precision=PRECISION)
-                direction = tl.dot(row_basis, direction, input_precision=PRECISION)
+                if EXACT:
+                    direction = _exact_inverse(direction, row_basis, col_basis, VALUES == "sign", EXACT_DROP, EXACT_UNIT)
+                else:
+                    direction = tl.dot(direction, col_basis, input_precision=PRECISION)
+                    direction = tl.dot(row_basis, direction, input_precision=PRECISION)
             state_ptr = address(row_ptr, RULE_STATE, tl.float32, ALIGNED) + first + offsets
             if RULE == "whole":
                 store_tile(state_ptr, direction, exists, FULL)
@@ -240,7 +271,7 @@ def decode_(
     codec: ChunkCodec,
     payloads_RB: Tensor,
     offset_bytes: int,
-    over_senders: bool,
+    decoding: Decoding,
     rule: str,
     settings: Settings,
     scratch: Scratch,
@@ -253,6 +284,7 @@ def decode_(
     The rule ``whole`` writes the direction to where the rule's state would be, and leaves the parameter alone.
     """
     cut, device, (num_replicas, num_bytes) = table.cut, payloads_RB.device, payloads_RB.shape
+    is_exact, scales = decoding.is_exact and not cut.dense, scales_of(cut.row_edge, cut.col_edge)
     lanes = num_lanes(codec)
     votes = codec.value_name == "sign"
     counter_bits = 4 if num_replicas < 16 else 8 if num_replicas < 256 else 16
@@ -269,8 +301,8 @@ def decode_(
             num_bytes // 4,
             num_replicas,
             offset_bytes,
-            padded_basis(cut.row_edge, cut.block_rows, device),
-            padded_basis(cut.col_edge, cut.block_cols, device),
+            padded_basis(cut.row_edge, cut.block_rows, device, is_exact),
+            padded_basis(cut.col_edge, cut.block_cols, device, is_exact),
             scratch.take("words", (programs * batch * tile_words,), torch.int32, device),
             verdict,
             *settings,
@@ -282,9 +314,12 @@ def decode_(
             BLOCK_LANES=lanes,
             COUNTER_BITS=counter_bits,
             TILE_WORDS=tile_words,
-            OVER_SENDERS=over_senders and num_replicas > 1,
+            OVER_SENDERS=decoding.combine == "mean_over_senders" and num_replicas > 1,
             RULE=rule,
             PRECISION=PRECISION,
+            EXACT=is_exact,
+            EXACT_DROP=scales.drop,
+            EXACT_UNIT=2.0**scales.unit,
             num_warps=cut.num_warps,
             num_stages=1,
             enable_fp_fusion=False,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.core.exact import integer_basis
 from thinwire.core.transform import dct_basis
 from thinwire.wire.codec import ChunkCodec
 from thinwire.wire.indices import elias_fano_low_bits
@@ -196,10 +197,12 @@ def store_tile(pointers, values, exists, FULL: tl.constexpr):
 
 
 @functools.lru_cache(maxsize=64)
-def padded_basis(edge: int, block: int, device: torch.device) -> Tensor:
-    """The DCT basis of an edge in the upper left corner of a ``block x block`` matrix of zeros."""
-    padded = torch.zeros(block, block, device=device)
-    padded[:edge, :edge] = dct_basis(edge, torch.float32, device)
+def padded_basis(edge: int, block: int, device: torch.device, is_exact: bool = False) -> Tensor:
+    """The DCT basis of an edge, or its integers, in the upper left corner of a ``block x block`` matrix of zeros."""
+    padded = torch.zeros(block, block, device=device, dtype=torch.float16 if is_exact else torch.float32)
+    padded[:edge, :edge] = (
+        integer_basis(edge, 8, torch.float32, device) if is_exact else dct_basis(edge, torch.float32, device)
+    )
     return padded
 
 

@@ -111,6 +111,7 @@ class Decoupled:
                 update=config.update,
                 values=config.values,
                 combine=config.combine,
+                exact_decode=config.exact_decode,
                 betas=(config.beta1, config.beta2),
                 transport=transport,
                 process_group=group,

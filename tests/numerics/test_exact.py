@@ -1,0 +1,145 @@
+"""Exact decoding: whole numbers, and so the same bits wherever it runs."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.numerics.test_backends import Shapes, group_step, momenta_for, parameters_for, plan_for
+from thinwire.core.combine import COMBINE_RULES, Decoding
+from thinwire.core.exact import inverse_exact
+from thinwire.core.layout import ChunkLayout
+from thinwire.core.reference import dct_matrix
+from thinwire.core.update_rules import UPDATE_RULES
+from thinwire.exchange.plan import ExchangePlan
+from thinwire.local_step import LocalStep
+from thinwire.slabs import LocalTensor
+from thinwire.wire.values import VALUE_CODECS
+
+EDGES = [(64, 64), (1, 64), (32, 1), (37, 64), (128, 128), (16, 5), (2, 2), (300, 520)]
+
+
+def layout_of(rows: int, cols: int) -> ChunkLayout:
+    return ChunkLayout((rows, cols), 1, rows, cols, rows, cols, dense=False)
+
+
+def sparse(rows: int, cols: int, num_chunks: int = 3) -> Tensor:
+    chunks = torch.randn(num_chunks, rows * cols) * torch.tensor([1e-20, 1.0, 3e7])[:num_chunks, None]
+    return chunks.where(torch.rand_like(chunks) < 0.1, 0.0)
+
+
+def in_python(chunk: Tensor) -> Tensor:
+    """As `core/exact.py` says it, with integers that have no limit."""
+    rows, cols = chunk.shape
+    drop = math.ceil(math.log2(cols))
+    bits = min(8, (24 - max(drop, math.ceil(math.log2(rows)))) // 2)
+
+    def basis(size: int) -> tuple[list[list[int]], int]:
+        exponent = 0 if size == 1 else math.floor(bits + 0.5 * math.log2(size / 2))
+        return [[round(value * 2**exponent) for value in row] for row in dct_matrix(size).tolist()], exponent
+
+    (a, a_exponent), (b, b_exponent) = basis(rows), basis(cols)
+    largest = float(chunk.abs().max())
+    exponent = max(-100, math.ceil(math.log2(largest))) if largest else -100
+    n = [[round(value * 2.0 ** (bits - exponent)) for value in row] for row in chunk.tolist()]
+    t = [[round(sum(n[f][g] * b[g][y] for g in range(cols)) / 2**drop) for y in range(cols)] for f in range(rows)]
+    d = [[float(sum(a[f][x] * t[f][y] for f in range(rows))) for y in range(cols)] for x in range(rows)]
+    rounded = torch.tensor(d, dtype=torch.float64).float()
+    return rounded * 2.0 ** (exponent + drop - bits - a_exponent - b_exponent)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 64), (32, 1), (16, 5), (37, 24), (2, 2)])
+def test_it_is_what_it_says(rows: int, cols: int) -> None:
+    chunks = sparse(rows, cols)
+    found = inverse_exact(chunks.clone(), layout_of(rows, cols), None)
+    for chunk, mine in zip(chunks, found, strict=True):
+        assert torch.equal(mine, in_python(chunk.view(rows, cols)))
+
+
+@pytest.mark.parametrize(("rows", "cols"), EDGES)
+def test_sums_are_exact_and_close_to_real_arithmetic(rows: int, cols: int) -> None:
+    """In float64 every sum is exact; equal results mean that float32 rounded none, whatever the order of its additions."""
+    chunks = sparse(rows, cols)
+    chunks[1].fill_(1.0)  # the largest sums there can be
+    layout = layout_of(rows, cols)
+    found = inverse_exact(chunks.clone(), layout, None)
+    assert torch.equal(found, inverse_exact(chunks.double(), layout, None).float())
+    real = dct_matrix(rows).T @ chunks.view(-1, rows, cols).double() @ dct_matrix(cols)
+    for mine, theirs in zip(found.double(), real, strict=True):
+        assert (mine - theirs).norm() <= (0.01 if max(rows, cols) <= 256 else 0.03) * theirs.norm()
+
+
+def test_votes_need_no_search_for_the_largest() -> None:
+    votes = torch.randint(-3, 4, (4, 256)) / 3.0
+    votes[:, 0] = 1.0
+    layout = layout_of(16, 16)
+    assert torch.equal(inverse_exact(votes.clone(), layout, 1.0), inverse_exact(votes.clone(), layout, None))
+    assert not inverse_exact(torch.zeros(2, 256), layout, None).any()
+
+
+def applied(
+    plan: ExchangePlan, backend: str, device: torch.device, given: tuple[list[Tensor], list[Tensor], Tensor], *how: Any
+) -> list[Tensor]:
+    """The parameters and the state of the rule, after these payloads have been applied."""
+    rule, combine = how
+    tensors = []
+    for parameter, momentum in zip(given[0], given[1], strict=True):
+        own = nn.Parameter(parameter.to(device, copy=True))
+        state = {name: torch.full_like(own, 0.01, dtype=torch.float32) for name in UPDATE_RULES[rule].state_names}
+        tensors.append(LocalTensor(own, momentum.to(device, copy=True), state))
+    step = LocalStep(plan, tensors, backend)
+    assert step.backends == {backend}
+    with torch.no_grad():
+        step.apply_(plan.buckets[0], [group_step(rule)], given[2].to(device), Decoding(combine, is_exact=True))
+    return [t.detach().cpu() for tensor in tensors for t in (tensor.parameter, *tensor.rule_state.values())]
+
+
+CASES = [("sgd", values, COMBINE_RULES[place % 2], 3) for place, values in enumerate(sorted(VALUE_CODECS))] + [
+    ("sign", "sign", "mean_over_senders", 3),
+    ("sign", "sign", "mean_over_replicas", 20),
+    ("adamw", "sign_scale", "mean_over_senders", 5),
+    ("lion", "sign", "mean_over_senders", 1),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rule", "values", "combine", "num_replicas"), CASES)
+def test_every_backend_and_device_finds_the_same_bits(
+    rule: str, values: str, combine: str, num_replicas: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    pytest.importorskip("triton", reason="triton has no build for this platform")
+    shapes: Shapes = [(40, 50), (30,), (48, 32), (5,)]
+    cpu = torch.device("cpu")
+    plan = plan_for(shapes, dtype, values=values, dense_below=8)
+    parameters, momenta = parameters_for(shapes, cpu, dtype), momenta_for(plan, cpu)
+    payloads = []
+    for _ in range(num_replicas):
+        pairs = zip(parameters, momenta_for(plan, cpu), strict=True)
+        sender = LocalStep(plan, [LocalTensor(nn.Parameter(p), m) for p, m in pairs], "torch")
+        encoding = sender.empty(plan.buckets[0])
+        with torch.no_grad():
+            sender.encode_(plan.buckets[0], [group_step()], encoding)
+        payloads.append(encoding.payload_B)
+    given = (parameters, momenta, torch.stack(payloads))
+    expected = applied(plan, "torch", cpu, given, rule, combine)
+    for backend in ("torch", "triton"):
+        found = applied(plan, backend, device, given, rule, combine)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True)), backend
+
+
+@pytest.mark.parametrize(("chunk", "topk"), [(64, 32), (128, 100), (32, 8)])
+def test_usual_chunks(chunk: int, topk: int, device: torch.device) -> None:
+    pytest.importorskip("triton", reason="triton has no build for this platform")
+    plan = plan_for([(chunk, 2 * chunk)], chunk=chunk, topk=topk)
+    cpu = torch.device("cpu")
+    parameters, momenta = parameters_for([(chunk, 2 * chunk)], cpu), momenta_for(plan, cpu)
+    sender = LocalStep(plan, [LocalTensor(nn.Parameter(parameters[0]), momenta[0].clone())], "torch")
+    encoding = sender.empty(plan.buckets[0])
+    with torch.no_grad():
+        sender.encode_(plan.buckets[0], [group_step()], encoding)
+    given = (parameters, momenta, encoding.payload_B[None])
+    expected = applied(plan, "torch", cpu, given, "sgd", "mean_over_senders")
+    found = applied(plan, "triton", device, given, "sgd", "mean_over_senders")
+    assert torch.equal(found[0], expected[0])
