@@ -1,6 +1,6 @@
 """Do all backends and devices find the same bits? Record the payloads of a run, and replay them elsewhere.
 
-    python benchmarks/same_bits.py record FOLDER --rule sign    # 8 replicas as threads, on this machine's CPU
+    python benchmarks/same_bits.py record FOLDER --rule sign    # 8 replicas, on this machine's CPU
     python benchmarks/same_bits.py replay FOLDER                # every backend and device of this machine
 
 A replay starts from the recorded parameters, applies the recorded payloads step by step, and compares a SHA-256 of all
@@ -21,12 +21,13 @@ from torch import Tensor, nn
 
 from thinwire import DeMo
 from thinwire.core.combine import Decoding
+from thinwire.core.layout import empty_momentum
 from thinwire.core.update_rules import UPDATE_RULES
-from thinwire.exchange.loopback import LoopbackTransport, run_replicas
 from thinwire.exchange.plan import Coding, ExchangePlan, TensorSpec, make_plan
 from thinwire.local_step import LocalStep
 from thinwire.planning import group_step
 from thinwire.slabs import LocalTensor
+from thinwire.stack_step import GroupStep
 
 WIDTH, CONTEXT, BATCH = 64, 32, 4
 LR = 1e-3
@@ -51,24 +52,6 @@ class SmallGPT(nn.Module):
         return self.out(hidden)
 
 
-class Recorder:
-    """A transport that keeps everyone's payloads."""
-
-    def __init__(self, inner: LoopbackTransport, kept: list[Tensor]) -> None:
-        self._inner, self._kept = inner, kept
-        self.replica, self.num_replicas = inner.replica, inner.num_replicas
-        self.broadcast_ = inner.broadcast_
-
-    def start_all_gather_(self, messages_RB: Tensor, what: str) -> Any:
-        """As the transport inside; replica 0 looks at once at what has come."""
-        pending = self._inner.start_all_gather_(messages_RB, what)
-        if self.replica == 0 and what.startswith("exchange of step"):
-            pending.wait()
-            self._kept.append(messages_RB.clone())
-            pending.wait = lambda: None
-        return pending
-
-
 def digest(tensors: list[Tensor]) -> str:
     """A hash of all bits."""
     whole = torch.cat([tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
@@ -81,33 +64,49 @@ def record(folder: Path, rule: str, values: str, num_replicas: int, num_steps: i
     text = torch.from_numpy(np.frombuffer(Path(argparse.__file__).read_bytes(), dtype=np.uint8).copy()).long()
     torch.manual_seed(0)
     first = SmallGPT().state_dict()
-    payloads: list[Tensor] = []
-    digests: list[str] = []
-    options = {"update": rule, "values": values, "exact_decode": True}
-
-    def work(transport: LoopbackTransport) -> float:
-        model = SmallGPT()
-        model.load_state_dict(first)
-        optimizer = DeMo(model.named_parameters(), LR, transport=Recorder(transport, payloads), **options)  # type: ignore[arg-type]
-        generator = torch.Generator().manual_seed(transport.replica)
-        for step in range(num_steps):
-            starts = torch.randint(0, len(text) - CONTEXT - 1, (BATCH,), generator=generator)
+    model = SmallGPT()
+    model.load_state_dict(first)
+    parameters = list(model.parameters())
+    run = {"rule": rule, "values": values, "names": [name for name, _ in model.named_parameters()]}
+    plan = _plan(run, parameters)
+    # All replicas have the same parameters, so one model serves them all; each has a momentum of its own.
+    senders = [LocalStep(plan, _tensors(plan, parameters, rule), "torch") for _ in range(num_replicas)]
+    encodings = [sender.empty(plan.buckets[0]) for sender in senders]
+    payloads, digests = [], []
+    for step in range(num_steps):
+        group = _group(rule, step)
+        for sender, encoding in zip(senders, encodings, strict=True):
+            starts = torch.randint(0, len(text) - CONTEXT - 1, (BATCH,))
             batch = torch.stack([text[start : start + CONTEXT + 1] for start in starts])
-            optimizer.zero_grad()
+            model.zero_grad()
             loss = nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
             loss.backward()
-            optimizer.step()
-            if transport.replica == 0:
-                digests.append(digest(list(model.parameters())))
-                if step % 100 == 99:
-                    print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
-        return loss.item()
-
-    run_replicas(work, num_replicas, timeout_seconds=600)
-    names = [name for name, _ in SmallGPT().named_parameters()]
-    save_file({name: first[name] for name in names}, folder / "first.safetensors")
+            encoding.payload_B.zero_()
+            with torch.no_grad():
+                sender.encode_(plan.buckets[0], [group], encoding)
+        payloads.append(torch.stack([encoding.payload_B for encoding in encodings]))
+        with torch.no_grad():
+            senders[0].apply_(plan.buckets[0], [group], payloads[-1], Decoding(is_exact=True))
+        digests.append(digest(parameters))
+        if step % 100 == 99:
+            print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
+    save_file({name: first[name] for name in run["names"]}, folder / "first.safetensors")
     save_file({"payloads": torch.stack(payloads)}, folder / "payloads.safetensors")
-    (folder / "run.json").write_text(json.dumps({"rule": rule, "values": values, "names": names, "digests": digests}))
+    (folder / "run.json").write_text(json.dumps({**run, "digests": digests}))
+
+
+def _tensors(plan: ExchangePlan, parameters: list[nn.Parameter], rule: str) -> list[LocalTensor]:
+    tensors = []
+    for index, parameter in enumerate(parameters):
+        momentum = empty_momentum(plan.layout_of(index), torch.float32, parameter.device)
+        state = {name: torch.zeros_like(parameter, requires_grad=False) for name in UPDATE_RULES[rule].state_names}
+        tensors.append(LocalTensor(parameter, momentum, state))
+    return tensors
+
+
+def _group(rule: str, num_steps: int) -> GroupStep:
+    defaults = DeMo([nn.Parameter(torch.zeros(1))], LR, update=rule).param_groups[0]
+    return group_step({**defaults, "num_steps": num_steps}, None, 0)
 
 
 def replay(folder: Path, backend: str, device: torch.device) -> dict[str, Any]:
@@ -117,19 +116,12 @@ def replay(folder: Path, backend: str, device: torch.device) -> dict[str, Any]:
     payloads_SRB = load_file(folder / "payloads.safetensors")["payloads"].to(device)
     parameters = [nn.Parameter(first[name].to(device)) for name in run["names"]]
     plan = _plan(run, parameters)
-    state_names = UPDATE_RULES[run["rule"]].state_names
-    tensors = [
-        LocalTensor(p, torch.zeros(0), {name: torch.zeros_like(p, requires_grad=False) for name in state_names})
-        for p in parameters
-    ]
+    tensors = _tensors(plan, parameters, run["rule"])
     local = LocalStep(plan, tensors, backend)
-    group = {**DeMo([nn.Parameter(torch.zeros(1))], LR, update=run["rule"]).param_groups[0], "num_steps": 0}
     equal, began = 0, time.perf_counter()
     for step, payloads_RB in enumerate(payloads_SRB):
         with torch.no_grad():
-            local.apply_(
-                plan.buckets[0], [group_step({**group, "num_steps": step}, None, 0)], payloads_RB, Decoding(is_exact=True)
-            )
+            local.apply_(plan.buckets[0], [_group(run["rule"], step)], payloads_RB, Decoding(is_exact=True))
         equal += digest([tensor.parameter for tensor in tensors]) == run["digests"][step]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     seconds = time.perf_counter() - began

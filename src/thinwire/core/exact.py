@@ -1,16 +1,16 @@
 """The inverse transform in whole numbers: the same bits on every device, whatever the order of its additions.
 
-Coefficients are rounded to integers of 8 bits, relative to the largest of their chunk, and so is the DCT basis. Then every
-partial sum of ``N B`` is an integer of at most 24 bits, which float32 holds exactly: no order of additions, no fused
-multiply-add, no TF32 or bfloat16 unit can change it. What lies between the two products is rounded to 16 bits, and
-multiplied in two halves of 8:
+Coefficients are rounded to integers of 8 bits, relative to the largest of their chunk, and so is the DCT basis (7 bits for
+edges above 64); what lies between the two products is rounded to 11 bits:
 
-    N = round(2^(8-e) Q)          2^e: the power of two above the chunk's largest coefficient
-    T = round(2^-l N B')          B' = round(2^b B), l: bits of the number of columns
-    D = 2^8 (A'^T H) + A'^T L     T = 2^8 H + L; the one addition that rounds, once, as IEEE 754 says
+    N = round(2^(8-e) Q)     2^e: the power of two above the chunk's largest coefficient
+    T = round(2^-l N B')     B' = round(2^b B)
+    D = A'^T T               and D, times a power of two, is the direction
 
-and D, times a power of two, is the direction. About 0.1 % of its signs are not those of real arithmetic, the ones nearest to
-0 (docs/reliability.md).
+``l`` is such that no partial sum, of whatever chunk, leaves the 24 bits in which float32 holds every integer exactly: so no
+order of additions, no fused multiply-add and no TF32 or float16 unit can change it. About 0.1 % of the signs of D are not
+those of real arithmetic, the ones nearest to 0 (docs/reliability.md). Chunks with edges above 128, which would leave too few
+bits, are computed in float64 instead.
 """
 
 import functools
@@ -23,26 +23,38 @@ from torch import Tensor
 from thinwire.core.layout import ChunkLayout
 from thinwire.core.transform import dct_basis
 
-_EXACT_BITS = 24
-_MOST_BITS = 8
+_LARGEST_SUM, _LARGEST_FACTOR, _BITS = 2**24, 2**11, 8
+"""Integers up to the factor are exact in float16 and in TF32."""
+_LARGEST_EDGE, _EDGE_OF_FULL_BITS = 128, 64
+_WIDE_SUM, _WIDE_FACTOR, _WIDE_BITS = 2**53, 2**24, 12
 LEAST_EXPONENT, MOST_EXPONENT = -100, 100
 
 
 class Scales(NamedTuple):
-    """``bits`` of coefficients and basis; ``drop`` bits of the first product are rounded away; D is in units of ``2^unit``
-    times the scale of the chunk."""
+    """``bits`` of coefficients, ``basis_bits`` of the basis; ``drop`` bits of the first product are rounded away; D is in
+    units of ``2^unit`` times the scale of the chunk."""
 
     bits: int
+    basis_bits: int
     drop: int
     unit: int
 
 
 @functools.lru_cache(maxsize=256)
 def scales_of(row_edge: int, col_edge: int) -> Scales:
-    """The scales for chunks of this size. Edges above 256 leave fewer than 8 bits."""
-    drop = (col_edge - 1).bit_length()
-    bits = min(_MOST_BITS, (_EXACT_BITS - max(drop, (row_edge - 1).bit_length())) // 2)
-    return Scales(bits, drop, drop - bits - _basis_exponent(row_edge, bits) - _basis_exponent(col_edge, bits))
+    """The scales for chunks of this size."""
+    is_wide = max(row_edge, col_edge) > _LARGEST_EDGE
+    most, factor, bits = (_WIDE_SUM, _WIDE_FACTOR, _WIDE_BITS) if is_wide else (_LARGEST_SUM, _LARGEST_FACTOR, _BITS)
+    basis_bits = bits if is_wide or max(row_edge, col_edge) <= _EDGE_OF_FULL_BITS else bits - 1
+    limit = min(factor, most // _largest_sum(row_edge, basis_bits))
+    drop = max(0, math.ceil(math.log2((_largest_sum(col_edge, basis_bits) << bits) / limit)))
+    unit = drop - bits - _basis_exponent(row_edge, basis_bits) - _basis_exponent(col_edge, basis_bits)
+    return Scales(bits, basis_bits, drop, unit)
+
+
+def _largest_sum(size: int, bits: int) -> int:
+    """The largest sum of absolute values down a column of the integer basis."""
+    return int(integer_basis(size, bits, torch.float64, torch.device("cpu")).abs().sum(dim=0).max())
 
 
 def _basis_exponent(size: int, bits: int) -> int:
@@ -65,18 +77,21 @@ def inverse_exact(coefficients_CE: Tensor, layout: ChunkLayout, largest: float |
     chunks = coefficients_CE.view(-1, layout.row_edge, layout.col_edge)
     if layout.dense:
         return chunks
-    bits, drop, unit = scales_of(layout.row_edge, layout.col_edge)
-    exponent = _exponent(chunks, largest)
+    bits, basis_bits, drop, unit = scales_of(layout.row_edge, layout.col_edge)
+    exponent, dtype = _exponent(chunks, largest), chunks.dtype
+    if bits > _BITS:
+        chunks = chunks.double()
     elements = (chunks * _power_of_2(bits - exponent, chunks.dtype)).round_()
     if layout.col_edge > 1:
-        basis = integer_basis(layout.col_edge, bits, chunks.dtype, chunks.device)
-        elements = (elements.view(-1, layout.col_edge) @ basis).mul_(2.0**-drop).round_().view(chunks.shape)
+        basis = integer_basis(layout.col_edge, basis_bits, chunks.dtype, chunks.device)
+        elements = (elements.view(-1, layout.col_edge) @ basis).view(chunks.shape)
+    elements.mul_(2.0**-drop).round_()
     if layout.row_edge > 1:
-        basis = integer_basis(layout.row_edge, bits, chunks.dtype, chunks.device).T.expand(len(chunks), -1, -1)
-        high = (elements * 2.0**-bits).round_()
-        low = elements.sub_(high, alpha=2**bits)
-        elements = torch.bmm(basis, low).add_(torch.bmm(basis, high), alpha=2**bits)
-    return elements * _power_of_2(exponent + unit, chunks.dtype)
+        # With matrix products of precision "medium" factors may be cut to bfloat16, which holds 8 bits.
+        elements = elements.double() if torch.get_float32_matmul_precision() == "medium" else elements
+        basis = integer_basis(layout.row_edge, basis_bits, elements.dtype, chunks.device).T.expand(len(chunks), -1, -1)
+        elements = torch.bmm(basis, elements)
+    return (elements * _power_of_2(exponent + unit, elements.dtype)).to(dtype)
 
 
 def _exponent(chunks: Tensor, largest: float | None) -> Tensor:

@@ -112,7 +112,7 @@ def _round(x):
 
 @triton.jit
 def _exact_inverse(q, row_basis, col_basis, IS_VOTE: tl.constexpr, DROP: tl.constexpr, UNIT: tl.constexpr):
-    """`core.exact.inverse_exact`, with 8 bits: integers that float16 holds, and sums that float32 does."""
+    """`core.exact.inverse_exact`, with 8 bits: integers that float16 holds, and sums that float32 holds."""
     up, down = 256.0, UNIT  # no vote is larger than 1
     if not IS_VOTE:
         largest = tl.max(tl.max(tl.abs(q), axis=1), axis=0)
@@ -122,10 +122,7 @@ def _exact_inverse(q, row_basis, col_basis, IS_VOTE: tl.constexpr, DROP: tl.cons
         down = UNIT * ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     between = tl.dot(_round(q * up).to(tl.float16), col_basis)
     between = _round(between * (1.0 / (1 << DROP)))
-    high = _round(between * (1.0 / 256))
-    low = between - high * 256.0
-    direction = tl.dot(row_basis, high.to(tl.float16)) * 256.0 + tl.dot(row_basis, low.to(tl.float16))
-    return direction * down
+    return tl.dot(row_basis, between.to(tl.float16)) * down
 
 
 @triton.jit
@@ -150,6 +147,7 @@ def _decode_kernel(
     HAS_SCALE: tl.constexpr, BATCH: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_LANES: tl.constexpr,
     COUNTER_BITS: tl.constexpr, TILE_WORDS: tl.constexpr, OVER_SENDERS: tl.constexpr,
     RULE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, EXACT_DROP: tl.constexpr, EXACT_UNIT: tl.constexpr,
+    EXACT_DIVISION: tl.constexpr,
 ):  # fmt: skip
     """A batch of chunks at a time: first all that was sent for them, into tiles of scratch memory, then the products."""
     last_of_all = tl.where(tl.load(verdict_ptr) == 0, last_of_all, first_of_all)
@@ -223,8 +221,9 @@ def _decode_kernel(
             divisor = direction * 0 + num_replicas
             if OVER_SENDERS:
                 divisor = tl.maximum(num_senders, 1).to(tl.float32)
-            # The products that follow are less exact than a quick division is.
-            direction = tl.div_rn(direction, divisor) if DENSE or EXACT else direction / divisor
+            # Products in TF32 are less exact than a quick division is; and a vote is rounded to 8 bits next, which the last
+            # bit of a quotient of numbers below 512 cannot change.
+            direction = tl.div_rn(direction, divisor) if EXACT_DIVISION else direction / divisor
             if not DENSE:
                 if EXACT:
                     direction = _exact_inverse(direction, row_basis, col_basis, VALUES == "sign", EXACT_DROP, EXACT_UNIT)
@@ -320,6 +319,7 @@ def decode_(
             EXACT=is_exact,
             EXACT_DROP=scales.drop,
             EXACT_UNIT=2.0**scales.unit,
+            EXACT_DIVISION=cut.dense or (is_exact and (not votes or num_replicas >= 512)),
             num_warps=cut.num_warps,
             num_stages=1,
             enable_fp_fusion=False,

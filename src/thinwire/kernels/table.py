@@ -197,9 +197,9 @@ def store_tile(pointers, values, exists, FULL: tl.constexpr):
 
 
 @functools.lru_cache(maxsize=64)
-def padded_basis(edge: int, block: int, device: torch.device, is_exact: bool = False) -> Tensor:
-    """The DCT basis of an edge, or its integers, in the upper left corner of a ``block x block`` matrix of zeros."""
-    padded = torch.zeros(block, block, device=device, dtype=torch.float16 if is_exact else torch.float32)
+def padded_basis(edge: int, block: int, device: torch.device, exact_bits: int = 0) -> Tensor:
+    """The DCT basis of an edge, or its integers of so many bits, in the upper left corner of a ``block x block`` matrix of zeros."""
+    padded = torch.zeros(block, block, device=device, dtype=torch.float16 if exact_bits else torch.float32)
     padded[:edge, :edge] = (
         integer_basis(edge, 8, torch.float32, device) if is_exact else dct_basis(edge, torch.float32, device)
     )
