@@ -284,6 +284,7 @@ def decode_(
     """
     cut, device, (num_replicas, num_bytes) = table.cut, payloads_RB.device, payloads_RB.shape
     is_exact, scales = decoding.is_exact and not cut.dense, scales_of(cut.row_edge, cut.col_edge)
+    exact_bits = scales.basis_bits if is_exact else 0
     lanes = num_lanes(codec)
     votes = codec.value_name == "sign"
     counter_bits = 4 if num_replicas < 16 else 8 if num_replicas < 256 else 16
@@ -300,8 +301,8 @@ def decode_(
             num_bytes // 4,
             num_replicas,
             offset_bytes,
-            padded_basis(cut.row_edge, cut.block_rows, device, is_exact),
-            padded_basis(cut.col_edge, cut.block_cols, device, is_exact),
+            padded_basis(cut.row_edge, cut.block_rows, device, exact_bits),
+            padded_basis(cut.col_edge, cut.block_cols, device, exact_bits),
             scratch.take("words", (programs * batch * tile_words,), torch.int32, device),
             verdict,
             *settings,

@@ -198,11 +198,10 @@ def store_tile(pointers, values, exists, FULL: tl.constexpr):
 
 @functools.lru_cache(maxsize=64)
 def padded_basis(edge: int, block: int, device: torch.device, exact_bits: int = 0) -> Tensor:
-    """The DCT basis of an edge, or its integers of so many bits, in the upper left corner of a ``block x block`` matrix of zeros."""
+    """The DCT basis of an edge, or its integers of so many bits, in the upper left corner of ``block x block`` zeros."""
     padded = torch.zeros(block, block, device=device, dtype=torch.float16 if exact_bits else torch.float32)
-    padded[:edge, :edge] = (
-        integer_basis(edge, 8, torch.float32, device) if is_exact else dct_basis(edge, torch.float32, device)
-    )
+    kind = (torch.float32, device)
+    padded[:edge, :edge] = integer_basis(edge, exact_bits, *kind) if exact_bits else dct_basis(edge, *kind)
     return padded
 
 
