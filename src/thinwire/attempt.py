@@ -202,6 +202,8 @@ class Attempt:
     def be_late(self) -> "Attempt":
         """The next attempt will be made before this one is finished."""
         self._is_late = True
+        for exchange in self._pending:
+            exchange.begin()
         for _, encoding in self._buckets:
             self._local.keep_units(encoding)
         return self

@@ -97,7 +97,7 @@ class DeMo(Optimizer):
         maximize: bool = False,
         momentum_dtype: str = "float32",
         combine: str = "mean_over_senders",
-        exact_decode: bool = False,
+        exact_decode: bool = True,
         on_nonfinite: str = "raise",
         process_group: dist.ProcessGroup | None = None,
         transport: Transport | None = None,
@@ -229,7 +229,7 @@ class DeMo(Optimizer):
 
     def _step_together(self) -> None:
         attempt = self._overlap.take() if self._overlap is not None else None
-        with self._island.told_of_failure():
+        with self.island.told_of_failure():
             if attempt is None:
                 self._prepare()
                 attempt = self._attempt()
@@ -242,11 +242,11 @@ class DeMo(Optimizer):
         if sent is not None:
             self._finish(sent)
         else:
-            self._island.first_troubled(attempt.header, None)
+            self.island.first_troubled(attempt.header, None)
 
     def _finish(self, attempt: Attempt) -> None:
         """Receive what all have sent, and apply it or take it back."""
-        if self._local.is_fused and self._island.is_one_rank and not (self._delay.is_on or attempt.compares):
+        if self._local.is_fused and self.island.is_one_rank and not (self._delay.is_on or attempt.compares):
             attempt.receive_()
             attempt.finish_on_device_(self._decoding)
             self._count(1)
@@ -255,10 +255,10 @@ class DeMo(Optimizer):
                 self.synchronize()
             return
         with self._delay.dropped_on_error(), attempt.taken_back_on_error():
-            with self._island.told_of_failure():
+            with self.island.told_of_failure():
                 attempt.receive_()
                 troubled = self._first_troubled(attempt)
-            troubled = self._island.first_troubled(attempt.header, troubled)
+            troubled = self.island.first_troubled(attempt.header, troubled)
         if troubled is not None:
             attempt.take_back_()
             self._handle_trouble(troubled)
@@ -455,7 +455,7 @@ class DeMo(Optimizer):
         self._local = LocalStep(self._plan, tensors, self._backend)
         self._planned_signature = signature_of(self.param_groups, self.state)
         named = zip((spec.name for spec in self._plan.tensors), (local.source for local in tensors), strict=True)
-        self._island = find_island(named, getattr(self._transport, "ranks", ()))
+        self.island = find_island(named, getattr(self._transport, "ranks", ()))
         self._encodings.clear()
         if self._overlap is not None:
             self._overlap.remove()
@@ -466,10 +466,14 @@ class DeMo(Optimizer):
 
     # Checkpoints.
 
-    def state_dict(self) -> dict[str, Any]:
-        """torch's state dict, and under ``thinwire`` whose residual momentum it holds."""
+    def check_between_steps(self) -> None:
+        """Raise if a step is under way, so that state can be neither saved nor loaded; else take note of all changes."""
         self._check_idle()
         self._refresh()
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state dict, and under ``thinwire`` whose residual momentum it holds."""
+        self.check_between_steps()
         return {**super().state_dict(), checkpoint.KEY: checkpoint.identity(self)}
 
     @torch.no_grad()
@@ -480,8 +484,7 @@ class DeMo(Optimizer):
         replica, replica count or plan; ``keep`` takes it whosever it is, where the shapes fit; ``zero`` starts without.
         """
         check_choice("residual", residual, checkpoint.RESIDUAL_POLICIES)
-        self._check_idle()
-        self._refresh()
+        self.check_between_steps()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         checkpoint.load(self, state_dict, residual)

@@ -18,6 +18,7 @@ from thinwire.core.scratch import Scratch
 from thinwire.core.transform import forward, inverse_
 from thinwire.core.update_rules import UPDATE_RULES
 from thinwire.optimizer import DeMo
+from thinwire.options import MOMENTUM_DTYPES
 from thinwire.planning import specs_of
 
 REDISTRIBUTIONS = ("keep", "zero", "sum", "mean")
@@ -43,9 +44,11 @@ def assemble(optimizer: DeMo, saved: Iterable[dict[str, Any]], residual: str) ->
             _check_groups(groups, optimizer)
             shares = shares_of(residual, optimizer.replica, optimizer.num_replicas, whose["num_replicas"])
         cuts = _saved_cuts(whose, groups)
+        for index in sorted(wanted.keys() - cuts.keys()):
+            if not wanted[index].is_frozen:
+                raise CheckpointError(f"the checkpoint has no state of {wanted[index].name}: it was not trained there")
+            del wanted[index]
         for index, piece in wanted.items():
-            if index not in cuts:
-                raise CheckpointError(f"the checkpoint has no state of {piece.name}: it was not trained there")
             _take(piece, cuts[index], state["state"][index], whose["replica"], shares.get(whose["replica"], 0.0))
     if not groups:
         raise CheckpointError("there is no saved state to go on from")
@@ -96,11 +99,13 @@ def _cut(shape: Sequence[int], part: Part | None, group: dict[str, Any]) -> _Cut
 class _Piece:
     """What one rank wants of a parameter's state, as far as it has been found."""
 
-    def __init__(self, name: str, cut: _Cut, momentum: Tensor, rule_state: dict[str, Tensor]) -> None:
-        self.name, self.cut = name, cut
-        self._dtypes = {"momentum": momentum.dtype, **{key: tensor.dtype for key, tensor in rule_state.items()}}
-        self.momentum_CE = torch.zeros(momentum.shape, dtype=torch.float64)
-        self.rule_state = {key: torch.zeros(tensor.shape, dtype=tensor.dtype) for key, tensor in rule_state.items()}
+    def __init__(self, name: str, cut: _Cut, group: dict[str, Any], dtype: torch.dtype, is_frozen: bool) -> None:
+        self.name, self.cut, self.is_frozen = name, cut, is_frozen
+        self._momentum_dtype = MOMENTUM_DTYPES[group["momentum_dtype"]]
+        self.momentum_CE = torch.zeros(cut.layout.num_chunks, cut.layout.num_elements, dtype=torch.float64)
+        compute_dtype = torch.promote_types(dtype, torch.float32)
+        names = UPDATE_RULES[group["update"]].state_names
+        self.rule_state = {name: torch.zeros(cut.shape, dtype=compute_dtype) for name in names}
         self.num_found: dict[int, int] = {}
         """Elements found of each saved replica."""
         self.seen: set[tuple[int, tuple[int, ...]]] = set()
@@ -120,17 +125,16 @@ class _Piece:
 
     def state(self) -> dict[str, Tensor]:
         """As the optimizer keeps it."""
-        return {"momentum": self.momentum_CE.to(self._dtypes["momentum"]), **self.rule_state}
+        return {"momentum": self.momentum_CE.to(self._momentum_dtype), **self.rule_state}
 
 
 def _wanted(optimizer: DeMo) -> dict[int, _Piece]:
     pieces, first = {}, 0
     for number, group in enumerate(optimizer.param_groups):
         for index, (spec, parameter) in enumerate(specs_of(group, number), first):
-            if parameter in optimizer.state:
-                state = optimizer.state[parameter]
-                rule_state = {name: state[name] for name in UPDATE_RULES[group["update"]].state_names}
-                pieces[index] = _Piece(spec.name, _cut(spec.shape, spec.part, group), state["momentum"], rule_state)
+            # What is frozen now may have been trained before, and may be again.
+            is_frozen, cut = parameter not in optimizer.state, _cut(spec.shape, spec.part, group)
+            pieces[index] = _Piece(spec.name, cut, group, parameter.dtype, is_frozen)
         first += len(group["params"])
     return pieces
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests import training
@@ -100,7 +100,21 @@ def _save_and_load(rank: int, folder: str) -> dict[str, Any]:
         assert optimizer.num_steps == 3
         take_steps(model, optimizer, 3, 5, 1)
 
+    # Three axes: shards of shards, of which torch says that they are not shards.
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    model, optimizer = three_axes(mesh, 11)
+    load(path / "first", model, optimizer, residual="sum")
+    save(
+        path / "three axes", model, optimizer, {"#1": 1, 2: [torch.ones(1)], "a/b": torch.ones(2), "a": {"b": torch.ones(3)}}
+    )
+    model, optimizer = three_axes(mesh, 12)
+    extra = load(path / "three axes", model, optimizer)
+    results["three axes"] = all(
+        torch.allclose(*pair) for pair in zip(whole(model).values(), before.values(), strict=True)
+    ) and (extra["#1"], len(extra[2][0]), len(extra["a/b"]), len(extra["a"]["b"])) == (1, 1, 2, 3)
+
     messages = []
+    model, optimizer = make((4, 1), 9)
     for name, more in (("first", {}), ("nowhere", {"residual": "zero"})):
         try:
             load(path / name, model, optimizer, **more)
@@ -111,6 +125,15 @@ def _save_and_load(rank: int, folder: str) -> dict[str, Any]:
     except CheckpointError as error:
         messages.append(str(error))
     return {**results, "messages": messages}
+
+
+def three_axes(mesh: DeviceMesh, seed: int) -> tuple[nn.Module, DeMo]:
+    model = build(seed)
+    plan = {f"layers.{i}.up": ColwiseParallel() for i in range(2)} | {
+        f"layers.{i}.down": RowwiseParallel() for i in range(2)
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    return distribute(model, mesh, **RULE)
 
 
 def _load_on_two(rank: int, folder: str) -> dict[str, float]:
@@ -146,6 +169,7 @@ def test_other_meshes(tmp_path: Path) -> None:
         assert results["exact momenta"]
         assert results["async"]
         assert results["moments"]
+        assert results["three axes"]
         for policy in ("sum", "mean", "keep", "zero"):
             assert results[f"{policy} parameters"]
             assert results[policy] < 1e-5, (policy, rank)
@@ -163,6 +187,36 @@ def test_other_meshes(tmp_path: Path) -> None:
     model = build(0)
     with pytest.raises(CheckpointError, match="is damaged"):
         load(tmp_path / "tp", model, DeMo(model.named_parameters(), **RULE), residual="zero")
+    damaged.unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        load(tmp_path / "tp", model, DeMo(model.named_parameters(), **RULE), residual="zero")
+
+
+def test_alone_with_what_is_empty_or_frozen_for_a_while(tmp_path: Path) -> None:
+    """One process, without any group."""
+    model = nn.Module()
+    model.first, model.second = nn.Linear(8, 8), nn.Linear(8, 8)
+    model.nothing = nn.Parameter(torch.empty(0, 4))
+    optimizer = DeMo(model.named_parameters(), dense_below=0, chunk=4, topk=2)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    momentum = optimizer.state[model.first.weight]["momentum"].clone()
+    save(tmp_path / "saved", model, optimizer)
+    model.first.requires_grad_(False)
+    other = DeMo(model.named_parameters(), dense_below=0, chunk=4, topk=2)
+    load(tmp_path / "saved", model, other, residual="keep")
+    model.first.requires_grad_(True)
+    other.step()
+    found = other.state[model.first.weight]["momentum"]
+    assert found.shape == momentum.shape
+    assert momentum.any()
+    assert other.num_steps == 2
+    with pytest.raises(CheckpointError, match="saved is there already"):
+        save(tmp_path / "saved", model, optimizer)
+    with pytest.raises(CheckpointError, match="a key of a saved dict is True"):
+        save(tmp_path / "odd", model, optimizer, {True: 1})
+    assert not list(tmp_path.glob("odd*"))
 
 
 def test_shares() -> None:

@@ -59,7 +59,7 @@ def command(arguments: list[str]) -> int:
     if asked.print_config:
         print(f'{RECIPE_KEY} = "{asked.recipe}"\n\n{as_toml(config)}', end="")
         return 0
-    num_replicas = _num_replicas(config, place)
+    num_replicas = _num_replicas(config, place, arguments)
     check(config, num_replicas)
     if asked.dry_run:
         from thinwire.training.dry_run import describe
@@ -72,23 +72,21 @@ def command(arguments: list[str]) -> int:
     return _train_here(asked, place, folder)
 
 
-def _num_replicas(config: TrainConfig, place: Place) -> int:
-    wanted = config.launch.replicas
-    if config.launch.mesh:
-        in_mesh = parse_mesh(config.launch.mesh).num_ranks
-        if wanted not in (1, in_mesh):
-            raise TrainingError(f"mesh={config.launch.mesh!r} has {in_mesh} ranks, not {wanted}: leave --replicas out")
+def _num_replicas(config: TrainConfig, place: Place, arguments: Sequence[str] = ()) -> int:
+    """How many processes there are, or are to be."""
+    wanted, mesh = config.launch.replicas, config.launch.mesh
+    if mesh:
+        in_mesh, asked = parse_mesh(mesh).num_ranks, _peek(arguments, "--replicas")
+        if asked is not None and asked != str(in_mesh):
+            raise TrainingError(
+                f"mesh={mesh!r} has {in_mesh} ranks, not {asked}: leave --replicas out, or --mesh '' for whole replicas"
+            )
         wanted = in_mesh
     if place.launcher == "none":
         return wanted
-    if config.launch.mesh and wanted != place.num_replicas:
-        raise TrainingError(
-            f"mesh={config.launch.mesh!r} has {wanted} ranks, but {place.launcher} has started {place.num_replicas}"
-        )
-    if wanted not in (1, place.num_replicas):
-        raise TrainingError(
-            f"replicas={wanted}, but {place.launcher} has started {place.num_replicas}: leave --replicas out"
-        )
+    if wanted != place.num_replicas and (mesh or wanted != 1):
+        what, flag = (f"mesh={mesh!r} has {wanted} ranks", "--mesh") if mesh else (f"replicas={wanted}", "--replicas")
+        raise TrainingError(f"{what}, but {place.launcher} has started {place.num_replicas}: leave {flag} out")
     return place.num_replicas
 
 

@@ -17,7 +17,7 @@ class Decoding(NamedTuple):
     """How everyone's coefficients become a direction: the combine rule, and whether to transform back in whole numbers."""
 
     combine: str = "mean_over_senders"
-    is_exact: bool = False
+    is_exact: bool = True
 
 
 def combine(messages: Sequence[tuple[Tensor, Tensor]], combined_CE: Tensor, rule: str) -> Tensor:

@@ -63,9 +63,12 @@ class CollectiveTransport:
         gathered_RB = messages_RB
         if self._device is not None and self._device != messages_RB.device:
             gathered_RB = torch.empty(
-                messages_RB.shape, dtype=messages_RB.dtype, device=self._device, pin_memory=messages_RB.is_cuda
+                messages_RB.shape,
+                dtype=messages_RB.dtype,
+                device=self._device,
+                pin_memory=messages_RB.is_cuda and self._device.type == "cpu",
             )
-            gathered_RB[self.replica].copy_(messages_RB[self.replica], non_blocking=True)
+            gathered_RB[self.replica].copy_(messages_RB[self.replica], non_blocking=messages_RB.is_cuda)
         gather = _Gather(self, what, gathered_RB, messages_RB)
         if gathered_RB.device.type == "cpu" and messages_RB.is_cuda:
             self._staged = gather
@@ -74,9 +77,9 @@ class CollectiveTransport:
         return gather
 
     def _begin_staged(self) -> None:
-        staged, self._staged = self._staged, None
-        if staged is not None:
-            staged.begin()
+        if self._staged is not None:
+            self._staged.begin()
+            self._staged = None  # not before: were it interrupted, later exchanges would go first
 
     def begin_gather(self, gathered_RB: Tensor, what: str) -> dist.Work:
         """Hand an all-gather to the group."""
@@ -134,8 +137,11 @@ class _Gather:
         self._work: dist.Work | None = None
         self._began = self._ended = 0.0
 
-    def begin(self) -> dist.Work:
+    def begin(self) -> None:
         """Hand it to the group, if that has not been done."""
+        self._begin()
+
+    def _begin(self) -> dist.Work:
         if self._work is None:
             if self._copied is not None and self._gathered_RB.device.type == "cpu":
                 self._copied.synchronize()
@@ -152,9 +158,9 @@ class _Gather:
         return (self._began, self._ended) if self._ended else None
 
     def wait(self) -> None:
-        self._transport.wait_for(self.begin(), self._what, self._gathered_RB.is_cuda)
+        self._transport.wait_for(self._begin(), self._what, self._gathered_RB.is_cuda)
         if self._gathered_RB is not self._messages_RB:
-            self._messages_RB.copy_(self._gathered_RB, non_blocking=True)
+            self._messages_RB.copy_(self._gathered_RB, non_blocking=self._messages_RB.is_cuda)
 
 
 class _Roster:

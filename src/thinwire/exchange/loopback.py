@@ -106,6 +106,9 @@ class _Posted:
         self._replica, self._messages_RB = replica, messages_RB
         self._began = self._ended = time.monotonic()
 
+    def begin(self) -> None:
+        pass
+
     def span(self) -> tuple[float, float]:
         return self._began, max(self._began, self._ended)
 

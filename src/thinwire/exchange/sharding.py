@@ -58,6 +58,8 @@ class Island:
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
         self._groups = groups
         self.is_one_rank = not groups
+        self.axes = [tuple(dist.get_process_group_ranks(group)) for group in groups]
+        """The ranks along each axis through this rank."""
 
     def first_troubled(self, mine: Header, troubled: Header | None) -> Header | None:
         """What any rank of the island has found to keep a replica from the step; raises if one of them failed."""

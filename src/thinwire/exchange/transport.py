@@ -15,6 +15,10 @@ from thinwire.exchange.traffic import Count, Traffic
 class Pending(Protocol):
     """An exchange under way."""
 
+    def begin(self) -> None:
+        """Let nothing hold it back any longer; it may have waited for the bytes to come from a GPU."""
+        ...
+
     def wait(self) -> None:
         """Return when everyone's bytes are there, or, on a GPU, when all that is launched from now on will find them."""
         ...
@@ -68,6 +72,9 @@ def metered(transport: Transport, meter: Traffic | Count) -> Callable[[Tensor, s
 
 class Done:
     """An exchange that needs no wait."""
+
+    def begin(self) -> None:
+        """Nothing holds it back."""
 
     def wait(self) -> None:
         """Nothing to wait for."""

@@ -12,12 +12,14 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
@@ -26,52 +28,59 @@ from thinwire.core.errors import CheckpointError, check_choice
 from thinwire.exchange.collective import default_transport
 from thinwire.exchange.sharding import is_sharded, local_of
 from thinwire.optimizer import DeMo
-from thinwire.parallel.listing import check_files, list_files, reason, tell_problems
+from thinwire.parallel.listing import check_files, list_files, listed_files, reason, tell_problems
 from thinwire.parallel.state_files import alone_on_purpose, read_state, write_state
 from thinwire.redistribution import REDISTRIBUTIONS, assemble
 
-_TIMEOUT_SECONDS = 600.0
 _MODEL = "model"
 POLICIES = ("exact", *REDISTRIBUTIONS)
 
 
-def save(folder: str | Path, model: nn.Module, optimizer: DeMo, extra: dict[str, Any] | None = None) -> None:
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: DeMo,
+    extra: dict[str, Any] | None = None,
+    *,
+    timeout_seconds: float = 3600.0,
+) -> None:
     """Write a checkpoint; collective over all ranks. ``extra`` is any nested dict of tensors, numbers and texts: rank 0's is
-    kept, and `load` returns it."""
-    async_save(folder, model, optimizer, extra).wait()
+    kept, and `load` returns it. ``timeout_seconds`` is the longest wait for a rank that writes longer than this one."""
+    async_save(folder, model, optimizer, extra, timeout_seconds=timeout_seconds).wait()
 
 
-def async_save(folder: str | Path, model: nn.Module, optimizer: DeMo, extra: dict[str, Any] | None = None) -> "Saving":
+def async_save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: DeMo,
+    extra: dict[str, Any] | None = None,
+    *,
+    timeout_seconds: float = 3600.0,
+) -> "Saving":
     """Copy all state to the host's memory, and write it while training goes on; collective, and so is `Saving.wait`, which
     must be called before the next checkpoint."""
-    return Saving(Path(folder), model, optimizer, extra or {})
+    return Saving(Path(folder), model, optimizer, extra or {}, timeout_seconds)
 
 
 class Saving:
     """A checkpoint that is being written."""
 
-    def __init__(self, folder: Path, model: nn.Module, optimizer: DeMo, extra: dict[str, Any]) -> None:
-        self._world = default_transport(None, _TIMEOUT_SECONDS)
+    def __init__(
+        self, folder: Path, model: nn.Module, optimizer: DeMo, extra: dict[str, Any], timeout_seconds: float
+    ) -> None:
+        self._world = default_transport(None, timeout_seconds)
         self._rank = self._world.replica
         self._folder, self._partial = folder, folder.with_name(f"{folder.name}.partial")
-        problem = self._prepare()
-        self._raise(tell_problems(self._world, problem))
-        shards = dict(_written_here(_tensors(model), optimizer.replica, self._rank))
-        state = {"optimizer": optimizer.state_dict(), "extra": extra if self._rank == 0 else {}}
-        self._pool = ThreadPoolExecutor(1)
-        self._done: Future[None] = self._pool.submit(self._write, _on_host(shards), _on_host(state))
-
-    def _prepare(self) -> str:
-        """Make room, on the first rank; what keeps it from that."""
-        if self._folder.exists():
-            return f"{self._folder} is there already; take another name, or remove it"
-        if self._rank == 0:
-            try:
+        with self._together(f"rank {self._rank} cannot save to {folder}"):
+            if folder.exists():
+                raise FileExistsError(f"{folder} is there already; take another name, or remove it")
+            shards = _on_host(dict(_written_here(_tensors(model), optimizer, self._rank)))
+            state = _on_host({"optimizer": optimizer.state_dict(), "extra": extra if self._rank == 0 else {}})
+            if self._rank == 0:
                 shutil.rmtree(self._partial, ignore_errors=True)
                 self._partial.mkdir(parents=True)
-            except OSError as error:
-                return f"{self._partial} could not be made: {reason(error)}"
-        return ""
+        self._pool = ThreadPoolExecutor(1)
+        self._done: Future[None] = self._pool.submit(self._write, shards, state)
 
     def _write(self, shards: dict[str, Any], state: dict[str, Any]) -> None:
         own, folder = self._partial / f"rank-{self._rank}", self._partial / _MODEL
@@ -87,31 +96,34 @@ class Saving:
 
     def wait(self) -> None:
         """Wait until the checkpoint is whole on all ranks and has its name; or raise on all of them."""
+        with self._together(f"rank {self._rank} could not write {self._partial}"):
+            self._done.result()
+            self._pool.shutdown()
+        with self._together(f"rank 0 could not finish {self._folder}"):
+            if self._rank == 0:
+                missing = [r for r in range(self._world.num_replicas) if not (self._partial / f"files-{r}.json").is_file()]
+                if missing:
+                    raise CheckpointError(f"it does not see what ranks {missing} wrote; do all ranks see that folder?")
+                os.replace(self._partial, self._folder)
+
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """A part of the work that all ranks finish, or none: whatever goes wrong on one is told to all."""
         problem = ""
         try:
-            self._done.result()
+            yield
         except Exception as error:  # whatever it is, the others must hear of it
-            problem = f"rank {self._rank} could not write {self._partial}: {reason(error)}"
-        self._pool.shutdown()
-        self._raise(tell_problems(self._world, problem))
-        problem = ""
-        if self._rank == 0:
-            missing = [r for r in range(self._world.num_replicas) if not (self._partial / f"files-{r}.json").is_file()]
-            if missing:
-                problem = f"rank 0 does not see what ranks {missing} wrote to {self._partial}; do all ranks see that folder?"
-            else:
-                os.replace(self._partial, self._folder)
-        self._raise(tell_problems(self._world, problem))
-
-    def _raise(self, problems: list[str]) -> None:
-        for problem in problems:
-            if problem:
-                if self._rank == 0:
-                    shutil.rmtree(self._partial, ignore_errors=True)
-                raise CheckpointError(f"no checkpoint: {problem}")
+            problem = f"{what}: {reason(error)}"
+        problems = [told for told in tell_problems(self._world, problem) if told]
+        if problems:
+            if self._rank == 0:
+                shutil.rmtree(self._partial, ignore_errors=True)
+            raise CheckpointError(f"no checkpoint: {problems[0]}")
 
 
-def load(folder: str | Path, model: nn.Module, optimizer: DeMo, *, residual: str = "exact") -> dict[str, Any]:
+def load(
+    folder: str | Path, model: nn.Module, optimizer: DeMo, *, residual: str = "exact", timeout_seconds: float = 3600.0
+) -> dict[str, Any]:
     """Go on from a checkpoint; collective. Returns its ``extra``.
 
     The model may be sharded otherwise than it was. ``residual="exact"`` wants the same mesh and goes on bit for bit. On
@@ -119,28 +131,33 @@ def load(folder: str | Path, model: nn.Module, optimizer: DeMo, *, residual: str
     `thinwire.redistribution.assemble`. Nothing is changed on any rank unless all can load.
     """
     check_choice("residual", residual, POLICIES)
-    folder, world = Path(folder), default_transport(None, _TIMEOUT_SECONDS)
+    folder, world = Path(folder), default_transport(None, timeout_seconds)
     problem = ""
     try:
+        optimizer.check_between_steps()
         ranks = _saved_ranks(folder)
         extra = _read(folder, 0)["extra"]
         if residual == "exact":
             _check_num_ranks(len(ranks), world.num_replicas)
             state = _read(folder, world.replica)["optimizer"]
-            checkpoint.check(optimizer, state, residual)
         else:
             state = assemble(optimizer, (_read(folder, rank)["optimizer"] for rank in ranks), residual)
-        tensors = _tensors(model)
+        checkpoint.check(optimizer, state, "exact")
+        tensors = {name: tensor for name, tensor in _tensors(model).items() if tensor.numel()}
         _check_model(folder, ranks, tensors)
-    except (CheckpointError, OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # whatever it is, the others must hear of it
         problem = f"rank {world.replica}: {reason(error)}"
-    for told in tell_problems(world, problem):
-        if told:
-            raise CheckpointError(f"{folder} was loaded on no rank: {told}")
-    with alone_on_purpose():
-        load_tensors(tensors, storage_reader=_reader(folder), no_dist=True)
-    set_model_state_dict(model, tensors)
-    optimizer.load_state_dict(state)
+    for told in filter(None, tell_problems(world, problem)):
+        raise CheckpointError(f"{folder} was loaded on no rank: {told}")
+    try:
+        with alone_on_purpose():
+            load_tensors(tensors, storage_reader=_reader(folder), no_dist=True)
+        set_model_state_dict(model, tensors, options=StateDictOptions(strict=False))
+        optimizer.load_state_dict(state)
+    except Exception as error:
+        problem = f"rank {world.replica}: {reason(error)}"
+    for told in filter(None, tell_problems(world, problem)):
+        raise CheckpointError(f"{folder} was loaded in part only, do not go on from here: {told}")
     return dict(extra)
 
 
@@ -153,23 +170,22 @@ def _tensors(model: nn.Module) -> dict[str, Any]:
     return tensors
 
 
-def _written_here(tensors: dict[str, Any], replica: int, rank: int) -> Iterator[tuple[str, Tensor]]:
-    """What of the model this rank writes: the shards of replica 0, each by the first that has it."""
-    for name, tensor in tensors.items():
-        if not is_sharded(tensor):
-            if rank == 0:
-                yield name, tensor
-            continue
-        copies = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_shard()]
-        coordinate = tensor.device_mesh.get_coordinate()
-        if replica == 0 and local_of(tensor).numel() and not any(coordinate[axis] for axis in copies):
+def _written_here(tensors: dict[str, Any], optimizer: DeMo, rank: int) -> Iterator[tuple[str, Tensor]]:
+    """What of the model this rank writes: the shards of replica 0, each by the first rank that has it."""
+    for name, tensor in tensors.items() if optimizer.replica == 0 else ():
+        sharded_over: set[tuple[int, ...]] = set()
+        if is_sharded(tensor):
+            axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+            sharded_over = {tuple(dist.get_process_group_ranks(tensor.device_mesh.get_group(axis))) for axis in axes}
+        is_first = all(ranks[0] == rank for ranks in optimizer.island.axes if ranks not in sharded_over)
+        if is_first and local_of(tensor).numel():
             yield name, tensor
 
 
 def _on_host(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _on_host(item) for name, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [_on_host(item) for item in value]
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
@@ -207,14 +223,17 @@ def _reader(folder: Path) -> HuggingFaceStorageReader:
 
 
 def _check_model(folder: Path, ranks: list[int], tensors: dict[str, Any]) -> None:
-    """Refuse files that are damaged, or another model's."""
+    """Refuse files that are damaged or missing, or another model's."""
     for rank in ranks:
-        for file in (folder / _MODEL).glob(_model_file(rank)):
-            check_files(folder, rank, f"{_MODEL}/{file.name}")
+        for name in listed_files(folder, rank, _MODEL):
+            check_files(folder, rank, name)
     saved = _reader(folder).read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
-        found = tuple(saved[name].size) if name in saved else None  # type: ignore[union-attr]
-        if found != tuple(tensor.shape):
+        found: Any = saved.get(name)
+        shape = None if found is None else tuple(found.size)
+        if shape != tuple(tensor.shape):
             raise CheckpointError(
-                f"the checkpoint has {found or 'nothing'} as {name}, this model needs {tuple(tensor.shape)}"
+                f"the checkpoint has {shape or 'nothing'} as {name}, this model needs {tuple(tensor.shape)}"
             )
+        if sum(chunk.sizes.numel() for chunk in found.chunks) != tensor.numel():
+            raise CheckpointError(f"the checkpoint has only parts of {name}")

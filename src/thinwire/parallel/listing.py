@@ -35,15 +35,20 @@ def list_files(checkpoint: Path, writer: int, paths: Iterable[Path]) -> None:
     (checkpoint / f"files-{writer}.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
-def check_files(checkpoint: Path, writer: int, prefix: str) -> None:
-    """Refuse a checkpoint in which a file or folder that rank ``writer`` wrote is not what it was."""
+def listed_files(checkpoint: Path, writer: int, prefix: str) -> dict[str, Any]:
+    """What rank ``writer`` wrote, of a file or folder."""
     listing = checkpoint / f"files-{writer}.json"
     try:
-        facts = {name: wanted for name, wanted in json.loads(listing.read_text()).items() if _is_below(name, prefix)}
+        return {name: wanted for name, wanted in json.loads(listing.read_text()).items() if _is_below(name, prefix)}
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{listing} cannot be read, so this is no checkpoint of thinwire: {reason(error)}") from error
+
+
+def check_files(checkpoint: Path, writer: int, prefix: str) -> None:
+    """Refuse a checkpoint in which a file or folder that rank ``writer`` wrote is not what it was."""
+    facts = listed_files(checkpoint, writer, prefix)
     if not facts:
-        raise CheckpointError(f"{listing} does not list {prefix}: the checkpoint is not whole")
+        raise CheckpointError(f"{checkpoint / f'files-{writer}.json'} does not list {prefix}: the checkpoint is not whole")
     for name, wanted in facts.items():
         path = checkpoint / name
         if not path.is_file():

@@ -1,5 +1,6 @@
 """A replica spread over several ranks by FSDP2, as the trainer sees it."""
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from thinwire.parallel.sharded import shard_
 class Sharding:
     """The mesh of a run."""
 
-    def __init__(self, shape: MeshShape, device: torch.device) -> None:
+    def __init__(self, shape: MeshShape, device: torch.device, timeout_seconds: float) -> None:
         if device.type == "cuda" and backend_name() != "nccl":
             raise ValueError(
                 f"mesh with shard={shape.shard} on GPUs needs NCCL, and so a GPU for each of this machine's ranks; "
@@ -25,6 +26,9 @@ class Sharding:
             )
         self.shape = shape
         self._mesh = init_device_mesh(device.type, tuple(shape), mesh_dim_names=(REPLICATE, SHARD))
+        # The mesh makes its groups with torch's own time-out, which is half an hour over gloo.
+        for group in self._mesh.get_all_groups():
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
 
     @property
     def between_replicas(self) -> dist.ProcessGroup:
@@ -38,12 +42,12 @@ class Sharding:
         shard_(model, self._mesh)
 
 
-def sharding_of(mesh: str, device: torch.device) -> Sharding | None:
+def sharding_of(mesh: str, device: torch.device, timeout_seconds: float) -> Sharding | None:
     """None if every rank is a replica of its own."""
     if not mesh:
         return None
     shape = parse_mesh(mesh)
-    return Sharding(shape, device) if shape.shard > 1 else None
+    return Sharding(shape, device, timeout_seconds) if shape.shard > 1 else None
 
 
 def gather_whole(model: nn.Module) -> dict[str, Any]:

@@ -66,21 +66,36 @@ def _take_tensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         tensors[path] = value.detach().contiguous()
         return {_TENSOR: path}
     if isinstance(value, dict):
-        # JSON's keys are texts: whole numbers (torch's parameter numbers) come back as such, marked by a #
-        return {
-            f"#{key}" if isinstance(key, int) else key: _take_tensors(item, f"{path}/{key}", tensors)
-            for key, item in value.items()
-        }
+        named = {_key_as_text(key): item for key, item in value.items()}
+        return {key: _take_tensors(item, f"{path}/{_escaped(key)}", tensors) for key, item in named.items()}
     if isinstance(value, (list, tuple)):
         return [_take_tensors(item, f"{path}/{place}", tensors) for place, item in enumerate(value)]
     return value
+
+
+def _key_as_text(key: object) -> str:
+    """JSON's keys are texts: whole numbers (torch's parameter numbers) come back as such, marked by a #."""
+    if isinstance(key, bool) or not isinstance(key, (int, str)):
+        raise CheckpointError(f"a key of a saved dict is {key!r}; it must be a text or a whole number")
+    if isinstance(key, int):
+        return f"#{key}"
+    return f"'{key}" if key[:1] in ("#", "'") else key
+
+
+def _key_from_text(key: str) -> int | str:
+    return int(key[1:]) if key.startswith("#") else key.removeprefix("'")
+
+
+def _escaped(key: str) -> str:
+    """No two paths are the same, also if keys have slashes in them."""
+    return key.replace("~", "~0").replace("/", "~1")
 
 
 def _put_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, dict):
         if set(value) == {_TENSOR}:
             return tensors[value[_TENSOR]]
-        return {int(key[1:]) if key.startswith("#") else key: _put_tensors(item, tensors) for key, item in value.items()}
+        return {_key_from_text(key): _put_tensors(item, tensors) for key, item in value.items()}
     if isinstance(value, list):
         return [_put_tensors(item, tensors) for item in value]
     return value

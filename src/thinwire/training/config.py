@@ -95,7 +95,7 @@ class OptimConfig:
     """DeMo: how a coefficient is written: auto, float32, bfloat16, int8, int4, sign_scale or sign."""
     combine: Literal["mean_over_senders", "mean_over_replicas"] = "mean_over_senders"
     """DeMo: what the sum of a coefficient is divided by."""
-    exact_decode: bool = False
+    exact_decode: bool = True
     """DeMo: decode in whole numbers, so that replicas on different kinds of devices find the same bits."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """DeMo: what computes its step: triton (fused kernels, NVIDIA GPUs), torch (any device), or the fastest that runs."""

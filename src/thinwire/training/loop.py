@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
 from thinwire.core.errors import CheckpointError
+from thinwire.exchange.collective import default_transport
 from thinwire.exchange.transport import Transport
 from thinwire.parallel.group import backend_name, join
 from thinwire.parallel.listing import check_files
@@ -65,7 +66,7 @@ class Run:
 
     def __init__(self, job: Job, device: torch.device, transport: Transport, console: Console, stack: ExitStack) -> None:
         self._job, self._config, self._device, self._transport = job, job.config, device, transport
-        self._sharding = sharding_of(job.config.launch.mesh, device)
+        self._sharding = sharding_of(job.config.launch.mesh, device, job.config.launch.timeout_seconds)
         # Over gloo DeMo waits for the GPU before each exchange anyway, so that waiting a little earlier costs nothing.
         is_decoupled = job.config.optim.optimizer in DECOUPLED_OPTIMIZERS
         has_early_sync = device.type == "cuda" and is_decoupled and transport.num_replicas > 1 and backend_name() == "gloo"
@@ -125,8 +126,10 @@ class Run:
         seed_everything(self._config.run.seed + 1 + self._transport.replica)
         compiled: Any = torch.compile(self._model) if self._config.model.compile else self._model
         self._callable_model: nn.Module = compiled
-        group = self._sharding.between_replicas if self._sharding is not None else None
-        self._method: Method = build_method(self._config.optim, self._model, self._callable_model, self._transport, group)
+        reach = self._transport
+        if self._sharding is not None:
+            reach = default_transport(self._sharding.between_replicas, self._config.launch.timeout_seconds)
+        self._method: Method = build_method(self._config.optim, self._model, self._callable_model, reach)
 
     def _restore(self, checkpoint: Path) -> None:
         here, own = self._checkpoints.replicas_here(checkpoint), self._transport.replica
@@ -145,7 +148,11 @@ class Run:
         else:
             found = (self._checkpoints.load_state(checkpoint, other)["optimizer"] for other in here)
             states = (optimizer for optimizer in found if optimizer is not None)
-        self._method.load_state_dict(states, self._job.residual)
+        try:
+            self._method.load_state_dict(states, self._job.residual)
+        except CheckpointError as error:
+            advice = "; --residual sum, mean, keep or zero goes on with another mesh or number of replicas"
+            raise CheckpointError(f"{error}{advice if is_exact else ''}") from error
 
     def _start_reporting(self, console: Console, stack: ExitStack) -> None:
         if self._checkpoints.is_keeper:
@@ -294,26 +301,29 @@ class Run:
         }
 
     def _write_model(self, folder: Path) -> None:
-        self._model.save_pretrained(folder, state_dict=self._whole)  # type: ignore[operator]
+        # It empties the dict that it is given.
+        whole = None if self._whole is None else dict(self._whole)
+        self._model.save_pretrained(folder, state_dict=whole)  # type: ignore[operator]
         tokenizer = Path(self._config.data.tokenizer)
         if tokenizer.is_file():
             (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
 
-    def _unsharded(self) -> nn.Module:
-        """What was saved last, on rank 0; it can be called by one rank alone, where a sharded model would wait for all."""
+    def _reported_model(self) -> nn.Module:
+        """What the report looks at. A sharded model would wait for all ranks, so rank 0 gets a whole one, on its host."""
+        if self._sharding is None or not self._whole:
+            return self._model
         model = build_model(self._config, sizes_of(self._data))
-        if self._whole:
-            model.load_state_dict(self._whole)
-        return model.to(self._device)
+        model.load_state_dict(self._whole)
+        return model
 
     def outcome(self) -> Outcome:
         """How it ended."""
         elapsed = self._state.elapsed_seconds + self._clock.elapsed_seconds
         return Outcome(
             job=self._job,
-            model=self._model if self._sharding is None else self._unsharded(),
+            model=self._reported_model(),
             data=self._data,
-            device=self._device,
+            device=self._device if self._sharding is None else torch.device("cpu"),
             state=dataclasses.replace(self._state, elapsed_seconds=elapsed),
             seconds=self._clock.table(),
             is_finished=self._state.step >= self._config.schedule.steps,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,9 +16,6 @@ from thinwire.parallel.dense import AveragedModel
 from thinwire.redistribution import assemble
 from thinwire.training.config import DECOUPLED_OPTIMIZERS, OptimConfig, ScheduleConfig
 from thinwire.training.errors import TrainingError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class Method(Protocol):
@@ -60,17 +57,10 @@ class Method(Protocol):
         ...
 
 
-def build_method(
-    config: OptimConfig,
-    model: nn.Module,
-    callable_model: nn.Module,
-    transport: Transport,
-    between_replicas: "ProcessGroup | None" = None,
-) -> Method:
-    """``callable_model`` is ``model`` itself or its compiled form. ``between_replicas`` is for sharded replicas: the ranks
-    with which this one exchanges, where ``transport`` reaches all ranks."""
+def build_method(config: OptimConfig, model: nn.Module, callable_model: nn.Module, transport: Transport) -> Method:
+    """``callable_model`` is ``model`` itself or its compiled form; ``transport`` reaches the other replicas."""
     if config.optimizer in DECOUPLED_OPTIMIZERS:
-        return Decoupled(config, model, callable_model, transport if between_replicas is None else None, between_replicas)
+        return Decoupled(config, model, callable_model, transport)
     return Averaged(config, model, callable_model, transport.num_replicas)
 
 
@@ -90,14 +80,7 @@ class Decoupled:
 
     state_is_shared = False
 
-    def __init__(
-        self,
-        config: OptimConfig,
-        model: nn.Module,
-        callable_model: nn.Module,
-        transport: Transport | None,
-        group: "ProcessGroup | None" = None,
-    ) -> None:
+    def __init__(self, config: OptimConfig, model: nn.Module, callable_model: nn.Module, transport: Transport) -> None:
         self.model = callable_model
         groups = _decay_groups(list(model.named_parameters()), config.weight_decay)
         common: dict[str, Any] = {"momentum_decay": config.momentum_decay, "chunk": config.chunk, "topk": config.topk}
@@ -114,7 +97,6 @@ class Decoupled:
                 exact_decode=config.exact_decode,
                 betas=(config.beta1, config.beta2),
                 transport=transport,
-                process_group=group,
                 backend=config.kernels,
                 overlap=config.overlap,
                 delay=config.delay,

@@ -200,6 +200,5 @@ def test_the_number_of_ranks_follows_from_the_mesh() -> None:
     assert train._num_replicas(asked, Place()) == 4
     with pytest.raises(TrainingError, match="has 4 ranks, but torchrun has started 2"):
         train._num_replicas(asked, Place(num_replicas=2, launcher="torchrun"))
-    asked = train.parse(["quickstart", "--mesh", "replicate=2,shard=2", "--replicas", "3"]).settings
-    with pytest.raises(TrainingError, match="has 4 ranks, not 3: leave --replicas out"):
-        train._num_replicas(asked, Place())
+    with pytest.raises(TrainingError, match="has 4 ranks, not 3: leave --replicas out, or --mesh '' for whole replicas"):
+        train._num_replicas(asked, Place(), ["--replicas", "3"])

@@ -55,7 +55,7 @@ def test_overlap_changes_nothing_but_the_time() -> None:
         config = OptimConfig(chunk=16, topk=8, overlap=overlap, clip=0.0)
 
         def work(transport: Transport) -> list[float]:
-            model = net()
+            model = models[transport.replica]
             method = build_method(config, model, model, transport)
             found = []
             generator = torch.Generator().manual_seed(transport.replica)
@@ -71,6 +71,7 @@ def test_overlap_changes_nothing_but_the_time() -> None:
                 found.append(loss.item())
             return found
 
+        models = [net() for _ in range(2)]  # here, since replicas that are threads share the random generator
         return run_replicas(work, 2)
 
     assert losses(True) == losses(False)
