@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 HOPPER = GPUTarget("cuda", 90, 32)
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
-TYPES = {torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64"}
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 
 

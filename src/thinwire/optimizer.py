@@ -180,6 +180,7 @@ class DeMo(Optimizer):
             lr_in_momentum=True,
             layout="published",
             combine="mean_over_senders",
+            exact_decode=False,
             process_group=process_group,
             transport=transport,
         )

@@ -25,7 +25,7 @@ def train(
 
     def work(transport: Any) -> tuple[Tensor, Tensor]:
         parameter = nn.Parameter(start.clone())
-        optimizer = DeMo([parameter], transport=transport, **options)
+        optimizer = DeMo([parameter], transport=transport, exact_decode=False, **options)
         for step in gradients:
             parameter.grad = step[transport.replica].to(parameter.dtype)
             optimizer.step()
@@ -137,7 +137,7 @@ def test_dtypes_mix_and_one_step_is_the_oracles_to_rounding(
     parameter.grad_dtype = gradient_dtype  # torch ties the dtype of .grad to the parameter's unless told otherwise
     parameter.grad = gradient.to(device)
     options = {"chunk": 8, "topk": 16, "dense_below": 0, "values": "float32", "update": "sgd", "backend": "torch"}
-    optimizer = DeMo([parameter], lr=0.5, momentum_dtype=momentum_dtype, **options)
+    optimizer = DeMo([parameter], lr=0.5, momentum_dtype=momentum_dtype, exact_decode=False, **options)
     optimizer.step()
     rounding = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[parameter_dtype]
     if momentum_dtype == "bfloat16":
