@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thinwire.core import transform
 from thinwire.core.combine import Decoding, combine
-from thinwire.core.exact import inverse_exact
+from thinwire.core.exact import inverse_exact_
 from thinwire.core.layout import bands_of, chunks_view, crop_to_rows, matrix_shape, rows_of
 from thinwire.core.scratch import Scratch
 from thinwire.core.selection import group_maxima, num_groups_of, select_topk, subtract_sent_
@@ -196,7 +196,7 @@ def _directions(
         shape = (tile.num_chunks, codec.num_elements)
         combined_CE = combine(mine, scratch.take("first", shape, slab.dtype, slab.device), decoding.combine)
         if decoding.is_exact:
-            yield inverse_exact(combined_CE, layout, 1.0 if codec.value_name == "sign" else None)
+            yield inverse_exact_(combined_CE, layout, scratch, 1.0 if codec.value_name == "sign" else None)
         else:
             yield transform.inverse_(combined_CE, layout, scratch)
 

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from tests.numerics.test_backends import Shapes, group_step, momenta_for, parameters_for, plan_for
 from thinwire.core.combine import COMBINE_RULES, Decoding
-from thinwire.core.exact import inverse_exact
+from thinwire.core.exact import inverse_exact_
 from thinwire.core.layout import ChunkLayout
 from thinwire.core.reference import dct_matrix
+from thinwire.core.scratch import Scratch
 from thinwire.core.update_rules import UPDATE_RULES
 from thinwire.exchange.plan import ExchangePlan
 from thinwire.local_step import LocalStep
@@ -55,7 +56,7 @@ def in_python(chunk: Tensor) -> Tensor:
 @pytest.mark.parametrize(("rows", "cols"), [(1, 64), (32, 1), (16, 5), (37, 24), (2, 2), (70, 12)])
 def test_it_is_what_it_says(rows: int, cols: int) -> None:
     chunks = sparse(rows, cols)
-    found = inverse_exact(chunks.clone(), layout_of(rows, cols), None)
+    found = inverse_exact_(chunks.clone(), layout_of(rows, cols), Scratch(), None)
     for chunk, mine in zip(chunks, found, strict=True):
         assert torch.equal(mine, in_python(chunk.view(rows, cols)))
 
@@ -67,8 +68,8 @@ def test_sums_are_exact_and_close_to_real_arithmetic(rows: int, cols: int) -> No
     chunks[1] = torch.rand(rows * cols).sub_(0.5).sign_()
     chunks[2].fill_(1.0)  # the largest sums there can be: all of them add up in the first column
     layout = layout_of(rows, cols)
-    found = inverse_exact(chunks.clone(), layout, None)
-    assert torch.equal(found, inverse_exact(chunks.double(), layout, None).float())
+    found = inverse_exact_(chunks.clone(), layout, Scratch(), None)
+    assert torch.equal(found, inverse_exact_(chunks.double(), layout, Scratch(), None).float())
     real = dct_matrix(rows).T @ chunks.view(-1, rows, cols).double() @ dct_matrix(cols)
     for mine, theirs in zip(found.double(), real, strict=True):
         assert (mine - theirs).norm() <= (0.06 if max(rows, cols) == 128 else 0.03) * theirs.norm()
@@ -78,8 +79,10 @@ def test_votes_need_no_search_for_the_largest() -> None:
     votes = torch.randint(-3, 4, (4, 256)) / 3.0
     votes[:, 0] = 1.0
     layout = layout_of(16, 16)
-    assert torch.equal(inverse_exact(votes.clone(), layout, 1.0), inverse_exact(votes.clone(), layout, None))
-    assert not inverse_exact(torch.zeros(2, 256), layout, None).any()
+    assert torch.equal(
+        inverse_exact_(votes.clone(), layout, Scratch(), 1.0), inverse_exact_(votes.clone(), layout, Scratch(), None)
+    )
+    assert not inverse_exact_(torch.zeros(2, 256), layout, Scratch(), None).any()
 
 
 def applied(

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from thinwire.core.layout import ChunkLayout
-from thinwire.core.transform import dct_basis
+from thinwire.core.scratch import Scratch
+from thinwire.core.transform import along_cols, along_rows, dct_basis
 
 _LARGEST_SUM, _LARGEST_FACTOR, _BITS = 2**24, 2**11, 8
 """Integers up to the factor are exact in float16 and in TF32."""
@@ -69,8 +70,8 @@ def integer_basis(size: int, bits: int, dtype: torch.dtype, device: torch.device
     return basis.round().to(dtype=dtype, device=device)
 
 
-def inverse_exact(coefficients_CE: Tensor, layout: ChunkLayout, largest: float | None) -> Tensor:
-    """Combined coefficients (C, E) back to elements (C, row_edge, col_edge).
+def inverse_exact_(coefficients_CE: Tensor, layout: ChunkLayout, scratch: Scratch, largest: float | None) -> Tensor:
+    """Combined coefficients (C, E) back to elements (C, row_edge, col_edge), overwriting them.
 
     ``largest``: no coefficient is larger than that, a power of two; None: the largest of each chunk is looked for.
     """
@@ -78,34 +79,34 @@ def inverse_exact(coefficients_CE: Tensor, layout: ChunkLayout, largest: float |
     if layout.dense:
         return chunks
     bits, basis_bits, drop, unit = scales_of(layout.row_edge, layout.col_edge)
-    exponent, dtype = _exponent(chunks, largest), chunks.dtype
-    if bits > _BITS:
+    dtype = chunks.dtype
+    # With matrix products of precision "medium" factors may be cut to bfloat16, which holds 8 bits.
+    if bits > _BITS or torch.get_float32_matmul_precision() == "medium":
         chunks = chunks.double()
-    elements = (chunks * _power_of_2(bits - exponent, chunks.dtype)).round_()
+    exponent = int(math.log2(largest)) if largest is not None else _exponent(chunks)
+    elements = chunks.mul_(_power_of_2(bits - exponent, chunks.dtype)).round_()
     if layout.col_edge > 1:
         basis = integer_basis(layout.col_edge, basis_bits, chunks.dtype, chunks.device)
-        elements = (elements.view(-1, layout.col_edge) @ basis).view(chunks.shape)
+        elements = along_cols(elements, basis, scratch.like("second", chunks))
     elements.mul_(2.0**-drop).round_()
     if layout.row_edge > 1:
-        # With matrix products of precision "medium" factors may be cut to bfloat16, which holds 8 bits.
-        elements = elements.double() if torch.get_float32_matmul_precision() == "medium" else elements
-        basis = integer_basis(layout.row_edge, basis_bits, elements.dtype, chunks.device).T.expand(len(chunks), -1, -1)
-        elements = torch.bmm(basis, elements)
-    return (elements * _power_of_2(exponent + unit, elements.dtype)).to(dtype)
+        basis = integer_basis(layout.row_edge, basis_bits, chunks.dtype, chunks.device)
+        elements = along_rows(basis.T, elements, chunks if layout.col_edge > 1 else scratch.like("second", chunks))
+    return elements.mul_(_power_of_2(exponent + unit, elements.dtype)).to(dtype)
 
 
-def _exponent(chunks: Tensor, largest: float | None) -> Tensor:
+def _exponent(chunks: Tensor) -> Tensor:
     """The least e with ``|q| <= 2^e`` for all of a chunk, (C, 1, 1)."""
-    if largest is not None:
-        return torch.full((1, 1, 1), int(math.log2(largest)), dtype=torch.int32, device=chunks.device)
     found = chunks.abs().amax(dim=(1, 2), keepdim=True)
     mantissa, exponent = torch.frexp(found)
     exponent = exponent.to(torch.int32) - (mantissa == 0.5).to(torch.int32)
     return exponent.clamp_(LEAST_EXPONENT, MOST_EXPONENT).masked_fill_(found == 0, LEAST_EXPONENT)
 
 
-def _power_of_2(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+def _power_of_2(exponent: Tensor | int, dtype: torch.dtype) -> Tensor | float:
     """Made from bits, since a device's own power may be off by one."""
+    if isinstance(exponent, int):
+        return 2.0**exponent
     if dtype == torch.float64:
         return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
     return ((exponent + 127) << 23).view(torch.float32)

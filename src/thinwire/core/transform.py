@@ -71,10 +71,10 @@ def forward(bands: Tensor, layout: ChunkLayout, scratch: Scratch) -> Tensor:
     coefficients = bands
     if layout.col_edge > 1:
         basis = dct_basis(layout.col_edge, bands.dtype, bands.device)
-        coefficients = _along_cols(coefficients, basis.T, scratch.like("first", bands))
+        coefficients = along_cols(coefficients, basis.T, scratch.like("first", bands))
     if layout.row_edge > 1:
         basis = dct_basis(layout.row_edge, bands.dtype, bands.device)
-        coefficients = _along_rows(basis, coefficients, scratch.like("second", bands))
+        coefficients = along_rows(basis, coefficients, scratch.like("second", bands))
     return chunks_view(coefficients, layout)
 
 
@@ -86,11 +86,11 @@ def inverse_(coefficients_CE: Tensor, layout: ChunkLayout, scratch: Scratch) -> 
     elements = chunks
     if layout.row_edge > 1:
         basis = dct_basis(layout.row_edge, chunks.dtype, chunks.device)
-        elements = _along_rows(basis.T, elements, scratch.like("second", chunks))
+        elements = along_rows(basis.T, elements, scratch.like("second", chunks))
     if layout.col_edge > 1:
         basis = dct_basis(layout.col_edge, chunks.dtype, chunks.device)
         target = chunks if layout.row_edge > 1 else scratch.like("second", chunks)
-        elements = _along_cols(elements, basis, target)
+        elements = along_cols(elements, basis, target)
     return elements
 
 
@@ -118,10 +118,12 @@ def inverse_of_few(frequencies: tuple[Tensor, Tensor], values_CJ: Tensor, layout
     return torch.bmm(rows.transpose(1, 2), cols, out=scratch.take("second", (num_chunks, *edges), dtype, device))
 
 
-def _along_cols(blocks: Tensor, basis: Tensor, product: Tensor) -> Tensor:
+def along_cols(blocks: Tensor, basis: Tensor, product: Tensor) -> Tensor:
+    """Every row of the blocks times the basis, into ``product``."""
     torch.mm(blocks.reshape(-1, len(basis)), basis, out=product.view(-1, len(basis)))
     return product
 
 
-def _along_rows(basis: Tensor, blocks: Tensor, product: Tensor) -> Tensor:
+def along_rows(basis: Tensor, blocks: Tensor, product: Tensor) -> Tensor:
+    """The basis times each block, into ``product``."""
     return torch.bmm(basis.expand(len(blocks), -1, -1), blocks, out=product)

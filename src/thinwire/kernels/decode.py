@@ -112,7 +112,7 @@ def _round(x):
 
 @triton.jit
 def _exact_inverse(q, row_basis, col_basis, IS_VOTE: tl.constexpr, DROP: tl.constexpr, UNIT: tl.constexpr):
-    """`core.exact.inverse_exact`, with 8 bits: integers that float16 holds, and sums that float32 holds."""
+    """`core.exact.inverse_exact_`, with 8 bits: integers that float16 holds, and sums that float32 holds."""
     up, down = 256.0, UNIT  # no vote is larger than 1
     if not IS_VOTE:
         largest = tl.max(tl.max(tl.abs(q), axis=1), axis=0)
