@@ -3,6 +3,7 @@
 from thinwire.core.errors import (
     AgreementError,
     CheckpointError,
+    DriftError,
     ExchangeError,
     NonFiniteGradientError,
     PayloadError,
@@ -15,6 +16,7 @@ __all__ = [
     "AgreementError",
     "CheckpointError",
     "DeMo",
+    "DriftError",
     "ExchangeError",
     "NonFiniteGradientError",
     "PayloadError",

@@ -15,6 +15,7 @@ from thinwire.attempt import Attempt, announce_plan
 from thinwire.core.combine import COMBINE_RULES, Decoding
 from thinwire.core.errors import ThinwireError, check_bool, check_choice, check_float, check_int
 from thinwire.delay import Delay
+from thinwire.drift import DriftCheck
 from thinwire.exchange.agreement import hold_roll_call
 from thinwire.exchange.collective import default_transport, is_distributed
 from thinwire.exchange.plan import ExchangePlan, digest_of
@@ -23,7 +24,7 @@ from thinwire.exchange.traffic import Traffic
 from thinwire.exchange.transport import Transport, metered
 from thinwire.gradients import check_own_gradients, tell_trouble
 from thinwire.local_step import BACKENDS, Encoding, LocalStep
-from thinwire.options import check_group, check_parameter
+from thinwire.options import PUBLISHED_OPTIONS, check_group, check_parameter
 from thinwire.overlap import Overlap, check_nothing_changed
 from thinwire.planning import copy_first_parameters, describe, group_step, plan_and_tensors, signature_of, specs_of
 from thinwire.stack_step import GroupStep
@@ -63,6 +64,8 @@ class DeMo(Optimizer):
         exact_decode: decode in whole numbers, so that all kinds of devices find the same bits; not for muon's matrices.
         on_nonfinite: what all replicas do when one has NaN or Inf in a gradient, or values too large to be squared:
             ``raise`` or ``skip`` the step. Under a `torch.amp.GradScaler` an overflow always skips.
+        check_drift_every: steps between checks that all replicas hold the same parameters; 0: none.
+        on_drift: ``raise`` if they do not, ``warn``, or ``repair`` by copying what most of them hold.
         process_group: the replicas; the default group if `torch.distributed` is initialised, else one replica.
         transport: any other way to reach the replicas, e.g. `thinwire.exchange.loopback`; excludes ``process_group``.
         sync_parameters: start from replica 0's parameters.
@@ -99,6 +102,8 @@ class DeMo(Optimizer):
         combine: str = "mean_over_senders",
         exact_decode: bool = True,
         on_nonfinite: str = "raise",
+        check_drift_every: int = 100,
+        on_drift: str = "raise",
         process_group: dist.ProcessGroup | None = None,
         transport: Transport | None = None,
         sync_parameters: bool = True,
@@ -117,6 +122,7 @@ class DeMo(Optimizer):
         self._num_buckets = default_buckets if num_buckets is None else check_int("num_buckets", num_buckets, 1)
         self._overlap: Overlap | None = None
         self._delay = Delay(delay, look_ahead)
+        self.drift = DriftCheck(check_drift_every, on_drift)
         check_float("timeout_seconds", timeout_seconds, 1e-3)
         self._backend = check_choice("backend", backend, BACKENDS)
         group_options = {
@@ -168,22 +174,8 @@ class DeMo(Optimizer):
         transport: Transport | None = None,
     ) -> "DeMo":
         """DeMo as its authors published it: the same trajectory as their code, on this wire and with these guards."""
-        return cls(
-            params,
-            lr,
-            momentum_decay=momentum_decay,
-            chunk=chunk,
-            topk=topk,
-            weight_decay=weight_decay,
-            update="sign",
-            values="float32",
-            lr_in_momentum=True,
-            layout="published",
-            combine="mean_over_senders",
-            exact_decode=False,
-            process_group=process_group,
-            transport=transport,
-        )
+        own: dict[str, Any] = {"momentum_decay": momentum_decay, "chunk": chunk, "topk": topk, "weight_decay": weight_decay}
+        return cls(params, lr, **own, **PUBLISHED_OPTIONS, process_group=process_group, transport=transport)
 
     @property
     def replica(self) -> int:
@@ -324,6 +316,15 @@ class DeMo(Optimizer):
             # All replicas must change their plan at the same step, and must learn it if one of them did not.
             announce_plan(self._agreed_plan.buckets, *self._header(), self._transport, self.traffic)
             self._agreed_plan = self._plan
+        if self.num_replicas > 1 and self.drift.is_due(self.num_steps):
+            self.check_drift()
+
+    @torch.no_grad()
+    def check_drift(self) -> bool:
+        """Compare the parameters of all replicas, and do as ``on_drift`` says; collective. Whether they are the same."""
+        named = list(zip((spec.name for spec in self._plan.tensors), self._local.tensors, strict=True))
+        all_gather = metered(self._transport, self.traffic)
+        return self.drift.run(named, self.num_steps, self._transport, all_gather, self.island)
 
     def _begin_early(self) -> Attempt | None:
         """The attempt of the step to come, during backward; None if something has changed that `step()` must see to."""
@@ -396,6 +397,7 @@ class DeMo(Optimizer):
 
     def _description(self) -> list[str]:
         facts = {"step": self.num_steps, **self._decoding._asdict(), "on_nonfinite": self._on_nonfinite}
+        facts |= {"check_drift_every": self.drift.every, "on_drift": self.drift.policy}
         return describe(self._plan, self.param_groups, facts)
 
     def _agree_and_synchronise(self, groups: list[dict[str, Any]]) -> None:

@@ -23,6 +23,15 @@ STRUCTURAL_OPTIONS = ("chunk", "topk", "values", "layout", "dense_below", "updat
 # What changes no byte of the plan but must be equal on all replicas at every step.
 SETTINGS = ("lr", "momentum_decay", "weight_decay", "update", "lr_in_momentum", "betas", "eps", "maximize")
 _OPTIONS = frozenset({*STRUCTURAL_OPTIONS, *SETTINGS})
+# What makes DeMo the algorithm that its authors published.
+PUBLISHED_OPTIONS: dict[str, Any] = {
+    "update": "sign",
+    "values": "float32",
+    "lr_in_momentum": True,
+    "layout": "published",
+    "combine": "mean_over_senders",
+    "exact_decode": False,
+}
 # What torch, its schedulers and its checkpoints keep in a group, besides the options.
 _FOREIGN_KEYS = frozenset({"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "num_steps"})
 # Options of other optimizers, which would be ignored in silence.

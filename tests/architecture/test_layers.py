@@ -31,6 +31,7 @@ LAYERS = [
     "attempt",
     "overlap",
     "delay",
+    "drift",
     "options",
     "planning",
     "checkpoint",

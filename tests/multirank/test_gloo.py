@@ -299,3 +299,20 @@ def test_a_plan_that_changes_on_one_rank_is_named_on_all() -> None:
     assert outcomes[0].startswith(
         "AgreementError: the replicas do not agree: replica 0 has [number of tensors: 8], replica 1 "
     )
+
+
+def _drift(rank: int) -> tuple[torch.Tensor, int, bool]:
+    model = build(rank)
+    optimizer = DeMo(model.named_parameters(), lr=1e-2, chunk=16, topk=8, check_drift_every=2, on_drift="repair")
+    for step in range(5):
+        train_step(model, optimizer, step, rank)
+        if step == 3 and rank == 2:
+            model.wide.weight.data.view(-1).view(torch.int32)[5] ^= 1 << 10
+    return flat(model), optimizer.drift.num_differences, optimizer.check_drift()
+
+
+def test_a_flipped_bit_on_one_of_four_ranks_is_repaired() -> None:
+    everyone = run_ranks(_drift, 4)
+    for parameters, num_differences, is_same in everyone:
+        assert torch.equal(parameters, everyone[0][0])
+        assert (num_differences, is_same) == (1, True)

@@ -163,7 +163,7 @@ class EchoTransport:
             messages_RB.copy_(messages_RB[0].expand_as(messages_RB))
         return Done()
 
-    def broadcast_(self, tensor: Tensor, what: str) -> None:
+    def broadcast_(self, tensor: Tensor, what: str, source: int = 0) -> None:
         """Nothing to do."""
 
 

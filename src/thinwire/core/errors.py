@@ -28,6 +28,10 @@ class NonFiniteGradientError(ThinwireError):
     """A replica has a gradient with NaN or Inf in it."""
 
 
+class DriftError(ThinwireError):
+    """Replicas hold different parameters."""
+
+
 class CheckpointError(ThinwireError):
     """A checkpoint does not belong to this optimizer."""
 

@@ -85,13 +85,13 @@ class CollectiveTransport:
         """Hand an all-gather to the group."""
         return self._start(lambda: _all_gather(gathered_RB.view(-1), gathered_RB[self.replica], self._group), what)
 
-    def broadcast_(self, tensor: Tensor, what: str) -> None:
-        """Overwrite ``tensor`` with replica 0's, as bytes, since no backend knows every dtype."""
+    def broadcast_(self, tensor: Tensor, what: str, source: int = 0) -> None:
+        """Overwrite ``tensor`` with one replica's, as bytes, since no backend knows every dtype."""
         self._begin_staged()
         buffer = tensor.detach().to(self._device or tensor.device).contiguous()
         flat = buffer.view(-1).view(torch.uint8)
-        source = dist.get_global_rank(self._group, 0)
-        work = self._start(lambda: dist.broadcast(flat, source, self._group, async_op=True), what)
+        rank = dist.get_global_rank(self._group, source)
+        work = self._start(lambda: dist.broadcast(flat, rank, self._group, async_op=True), what)
         self.wait_for(work, what, flat.is_cuda)
         if buffer.data_ptr() != tensor.data_ptr():
             tensor.copy_(buffer)

@@ -135,11 +135,11 @@ class LoopbackTransport:
         self._hub.post(number, self.replica, _Message(messages_RB[self.replica]))
         return _Posted(self._hub, number, what, self.replica, messages_RB)
 
-    def broadcast_(self, tensor: Tensor, what: str) -> None:
-        """Take replica 0's values; an exchange of everyone's bytes, of which all but one are dropped."""
+    def broadcast_(self, tensor: Tensor, what: str, source: int = 0) -> None:
+        """Take one replica's values; an exchange of everyone's bytes, of which all but one are dropped."""
         mine = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        first = all_gather(self, mine, what)[0]
-        tensor.copy_(first.view(tensor.dtype).view(tensor.shape))
+        chosen = all_gather(self, mine, what)[source]
+        tensor.copy_(chosen.view(tensor.dtype).view(tensor.shape))
 
 
 def run_replicas(

@@ -78,6 +78,10 @@ class Island:
             self._worst(_FAILED)
             raise
 
+    def any(self, found: bool) -> bool:
+        """Whether any rank of the island found something."""
+        return self._worst(int(found)) > 0
+
     def _worst(self, code: int) -> int:
         for group in self._groups:
             word = torch.tensor([code], device=_device_for(group))

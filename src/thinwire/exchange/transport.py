@@ -46,8 +46,8 @@ class Transport(Protocol):
         in errors. The rows must be left alone until the wait is over; this replica's is never changed."""
         ...
 
-    def broadcast_(self, tensor: Tensor, what: str) -> None:
-        """Overwrite ``tensor`` with replica 0's."""
+    def broadcast_(self, tensor: Tensor, what: str, source: int = 0) -> None:
+        """Overwrite ``tensor`` with that of one replica."""
         ...
 
 
@@ -93,5 +93,5 @@ class SoloTransport:
         """Nothing to do."""
         return Done()
 
-    def broadcast_(self, tensor: Tensor, what: str) -> None:
+    def broadcast_(self, tensor: Tensor, what: str, source: int = 0) -> None:
         """Nothing to do."""

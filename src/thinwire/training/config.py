@@ -97,6 +97,10 @@ class OptimConfig:
     """DeMo: what the sum of a coefficient is divided by."""
     exact_decode: bool = True
     """DeMo: decode in whole numbers, so that replicas on different kinds of devices find the same bits."""
+    check_drift_every: int = 100
+    """DeMo: steps between checks that all replicas hold the same parameters; 0: none."""
+    on_drift: Literal["raise", "warn", "repair"] = "raise"
+    """DeMo: what to do if they do not; repair copies what most of them hold."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """DeMo: what computes its step: triton (fused kernels, NVIDIA GPUs), torch (any device), or the fastest that runs."""
     overlap: bool = False
@@ -198,7 +202,7 @@ _AT_LEAST_ONE = (
 )
 _AT_LEAST_ZERO = (
     *("mlp_width", "vocab_size", "micro_batch", "warmup_steps", "seed", "eval_examples", "checkpoint_every"),
-    *("print_every", "sample_tokens", "threads", "port"),
+    *("print_every", "sample_tokens", "threads", "port", "check_drift_every"),
 )
 _FROM_ZERO_TO_ONE = ("momentum_decay", "beta1", "beta2", "final_lr_share")
 

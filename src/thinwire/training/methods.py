@@ -95,6 +95,8 @@ class Decoupled:
                 values=config.values,
                 combine=config.combine,
                 exact_decode=config.exact_decode,
+                check_drift_every=config.check_drift_every,
+                on_drift=config.on_drift,
                 betas=(config.beta1, config.beta2),
                 transport=transport,
                 backend=config.kernels,
