@@ -4,6 +4,7 @@ Where the fused kernels do all of it, the verdict is found and obeyed on the dev
 the host decides.
 """
 
+import hashlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from thinwire.local_step import Encoding, LocalStep
 from thinwire.sealing import empty_findings, inspect_, open_, read_findings, seal_
 from thinwire.slabs import LocalTensor
 from thinwire.stack_step import GroupStep
-from thinwire.wire.payload import Header, Trouble
+from thinwire.wire.payload import HEADER_WORDS, Header, Trouble
 
 _log = logging.getLogger("thinwire")
 _POLL_SECONDS = 2e-4
@@ -56,6 +57,8 @@ class Attempt:
         self.num_sent = 0
         self.said: list[Header] = []
         """The own headers, as sent."""
+        self.received = ""
+        """A hash of all headers and checksums that have come, once `check` has found them sound."""
         for _, encoding in buckets:
             encoding.begun.clear()
 
@@ -170,13 +173,16 @@ class Attempt:
         if self._transport.num_replicas == 1 and not self._local.is_fused:
             return self.said
         headers: list[Header] = []
+        received = hashlib.blake2b(digest_size=8)
         for bucket, encoding in self._buckets:
             findings_RW = encoding.told_RW if self._is_told else encoding.findings_RW.cpu()
+            received.update(findings_RW[:, : HEADER_WORDS + 1].contiguous().numpy().tobytes())
             headers += read_findings(bucket, findings_RW, replace(self.header, bucket=bucket.index))
         _compare_digests(headers, self.header, self.description, metered(self._transport, self._traffic))
         for header in headers:
             if header.gave_up:
                 raise ExchangeError(f"replica {header.replica} gave up step {header.step} because of an error of its own")
+        self.received = received.hexdigest()
         return headers
 
     def apply_(self, decoding: Decoding) -> None:

@@ -36,6 +36,11 @@ class DriftCheck:
         self.seconds = 0.0
         """Time spent on all checks."""
 
+    @property
+    def facts(self) -> dict[str, object]:
+        """What all replicas must share."""
+        return {"check_drift_every": self.every, "on_drift": self.policy}
+
     def is_due(self, num_steps: int) -> bool:
         """Whether it is time, so many steps having been taken."""
         return self.every > 0 and num_steps > 0 and num_steps % self.every == 0

@@ -146,6 +146,7 @@ class DeMo(Optimizer):
         super().__init__(params, group_options)
         self.traffic = Traffic()
         self._num_skipped_steps = 0
+        self._received = ""
         self._unsettled: Attempt | None = None
         self._encodings: dict[int, list[Encoding]] = {}
         self._turn = 0
@@ -371,6 +372,7 @@ class DeMo(Optimizer):
     def _first_troubled(self, attempt: Attempt) -> Header | None:
         """What keeps a replica from this step; None: all can take it. Raises on every replica if they must not go on."""
         headers = attempt.check()
+        self._received = attempt.received
         for header in headers:
             if header.trouble.problem:
                 return header
@@ -388,16 +390,14 @@ class DeMo(Optimizer):
         value = getattr(self, name, None)
         return None if value is None else float(value)
 
-    # Agreement.
-
     def _handle_trouble(self, header: Header) -> None:
         """Raise, or say that the step is skipped."""
         tell_trouble(header, [spec.name for spec in self._plan.tensors], self._on_nonfinite == "raise")
         self._num_skipped_steps += 1
 
     def _description(self) -> list[str]:
-        facts = {"step": self.num_steps, **self._decoding._asdict(), "on_nonfinite": self._on_nonfinite}
-        facts |= {"check_drift_every": self.drift.every, "on_drift": self.drift.policy}
+        facts = {"step": self.num_steps, "received at the last step": self._received, "on_nonfinite": self._on_nonfinite}
+        facts |= {**self._decoding._asdict(), **self.drift.facts}
         return describe(self._plan, self.param_groups, facts)
 
     def _agree_and_synchronise(self, groups: list[dict[str, Any]]) -> None:

@@ -13,6 +13,8 @@ from thinwire.stack_step import stack_records
 from thinwire.wire import payload
 from thinwire.wire.payload import HEADER_BYTES, HEADER_WORDS, Header
 
+# Small payloads are looked at together.
+_BYTES_AT_ONCE = 1 << 16
 _NO_BAD_RECORD = torch.iinfo(torch.int64).max
 
 
@@ -43,12 +45,14 @@ def inspect_(bucket: Bucket, payloads_RB: Tensor, findings_RW: Tensor) -> None:
     """Fill in what is found, in torch."""
     findings_RW.fill_(_NO_BAD_RECORD)
     findings_RW[:, :HEADER_WORDS] = payloads_RB[:, :HEADER_BYTES].contiguous().view(torch.int64)
-    for payload_B, row_W in zip(payloads_RB, findings_RW, strict=True):
-        row_W[HEADER_WORDS] = payload.checksum(payload_B.view(torch.int64))
+    at_once = max(1, _BYTES_AT_ONCE // bucket.payload_bytes)
+    for some_RB, rows_RW in zip(payloads_RB.split(at_once), findings_RW.split(at_once), strict=True):
+        rows_RW[:, HEADER_WORDS] = payload.checksum(some_RB.view(torch.int64))
         for column, stack in enumerate(bucket.stacks, HEADER_WORDS + 1):
-            valid_C = stack.codec.is_valid(stack_records(payload_B, stack))
-            if not bool(valid_C.all()):
-                row_W[column] = int(valid_C.to(torch.uint8).argmin())
+            records_CB = stack_records(some_RB, stack).reshape(-1, stack.codec.record_bytes)
+            valid_RC = stack.codec.is_valid(records_CB).view(len(some_RB), -1)
+            for place in (~valid_RC.all(dim=1)).nonzero():
+                rows_RW[place, column] = int(valid_RC[place[0]].to(torch.uint8).argmin())
 
 
 def read_findings(bucket: Bucket, findings_RW: Tensor, expected: Header) -> list[Header]:

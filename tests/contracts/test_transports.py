@@ -15,6 +15,7 @@ from thinwire.exchange.agreement import hold_roll_call
 from thinwire.exchange.collective import CollectiveTransport
 from thinwire.exchange.loopback import LoopbackHub, LoopbackTransport, run_replicas
 from thinwire.exchange.transport import SoloTransport, Transport, all_gather
+from thinwire.sealing import seal_
 from thinwire.wire.codec import ChunkCodec
 
 
@@ -152,6 +153,47 @@ def test_a_damaged_payload_stops_the_step_before_anything_changes(place: int, wo
         assert "the payload of replica 1 (step 3, bucket 0)" in message
         assert words in message
         assert unchanged
+
+
+class Forging:
+    """A wire that gives replica 2 another payload of replica 1 than the others get, with a checksum that fits."""
+
+    def __init__(self, inner: LoopbackTransport) -> None:
+        self._inner = inner
+        self.replica, self.num_replicas, self.broadcast_ = inner.replica, inner.num_replicas, inner.broadcast_
+
+    def start_all_gather_(self, messages_RB: torch.Tensor, what: str) -> Any:
+        pending = self._inner.start_all_gather_(messages_RB, what)
+        if self.replica == 2 and what.startswith("exchange of step 3"):
+            wait = pending.wait
+
+            def wait_and_forge() -> None:
+                wait()
+                messages_RB[1, 64:] = messages_RB[0, 64:]
+                messages_RB[1].view(torch.int64)[7] = 0
+                seal_(messages_RB[1], fused=False)
+
+            pending.wait = wait_and_forge
+        return pending
+
+
+def test_replicas_that_received_different_bytes_notice_at_the_next_step() -> None:
+    def work(transport: LoopbackTransport) -> list[str]:
+        model, outcomes = build(), []
+        options = {"chunk": 16, "topk": 8, "dense_below": 0, "values": "int8"}
+        optimizer = DeMo(model.parameters(), lr=1e-2, transport=Forging(transport), **options)
+        for step in range(4):
+            try:
+                train_step(model, optimizer, step, transport.replica)
+                outcomes.append("stepped")
+            except AgreementError as error:
+                outcomes.append(str(error))
+        return outcomes
+
+    for outcomes in run_replicas(work, 3):
+        assert outcomes[:3] == ["stepped"] * 3
+        assert "replica 0 has [received at the last step: " in outcomes[3]
+        assert "replica 2 has [received at the last step: " in outcomes[3]
 
 
 def test_a_replica_that_fails_on_its_own_stops_all_at_once_and_training_can_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,14 @@ def test_look_ahead_runs_ahead_by_the_last_update_and_comes_back() -> None:
 def test_a_step_that_cannot_be_taken_returns_what_was_sent() -> None:
     """One step late the gradients are gone: what was sent goes back, and they stay in the momentum. Gradients of all
     replicas = what was applied + what is kept."""
-    options = {**OPTIONS, "values": "int8", "update": "sgd", "momentum_decay": 1.0, "weight_decay": 0.0}
+    options = {
+        **OPTIONS,
+        "values": "int8",
+        "update": "sgd",
+        "momentum_decay": 1.0,
+        "weight_decay": 0.0,
+        "exact_decode": False,
+    }
 
     def work(transport: LoopbackTransport) -> tuple[Tensor, Tensor, Tensor]:
         parameter = nn.Parameter(START.clone())

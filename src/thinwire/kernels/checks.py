@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.core.exact import MOST_EXPONENT
 from thinwire.kernels.bits import get_bits
 from thinwire.kernels.selection import popcount
 from thinwire.kernels.table import codec_constants, codec_low_bits, launching, record_place
@@ -21,7 +22,8 @@ from thinwire.wire.payload import CHECKSUM_WORD, FIRST_WORD, HEADER_WORDS, PLACE
 
 _BLOCK_WORDS = 1024
 _BLOCK_RECORDS = 128
-_EXPONENT: tl.constexpr = tl.constexpr(0x7F800000)
+# The bits of the largest value that is accepted, a power of two.
+_LARGEST: tl.constexpr = tl.constexpr((MOST_EXPONENT + 127) << 23)
 NO_BAD_RECORD = (1 << 63) - 1
 _NONE: tl.constexpr = tl.constexpr(NO_BAD_RECORD)
 
@@ -115,8 +117,8 @@ def _records_kernel(
     for place in range(0, K):
         code = get_bits(record_ptr, begin + INDEX_BITS + place * VALUE_BITS, there, VALUE_BITS)
         value = decode_values(code, scale, VALUES, VALUE_BITS)
-        is_finite = (value.to(tl.int32, bitcast=True) & _EXPONENT) != _EXPONENT
-        valid = valid & is_finite & ((place < num_live) | (code == 0))
+        is_possible = (value.to(tl.int32, bitcast=True) & 0x7FFFFFFF) <= _LARGEST
+        valid = valid & is_possible & ((place < num_live) | (code == 0))
     if RECORD_BITS < RECORD_BYTES * 8:
         valid = valid & (get_bits(record_ptr, begin + RECORD_BITS, there, RECORD_BYTES * 8 - RECORD_BITS) == 0)
     bad = tl.min(tl.where(there & ~valid, record.to(tl.int64), _NONE), axis=0)

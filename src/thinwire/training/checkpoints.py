@@ -12,6 +12,7 @@ its *keeper*: it alone renames, links and removes there.
 """
 
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -29,6 +30,7 @@ from thinwire.exchange.transport import Transport, all_gather
 from thinwire.parallel.listing import check_files, list_files, reason, tell_problems
 from thinwire.parallel.state_files import read_state, write_state
 
+_log = logging.getLogger("thinwire")
 _TOKEN_BYTES = 16
 # How many of its newest checkpoints a replica tells the others; there are seldom more than three.
 _TOLD_STEPS = 16
@@ -135,12 +137,14 @@ class Checkpoints:
 
     def _prune(self) -> None:
         kept = {os.readlink(self._folder / name) for name in ("last", "best") if (self._folder / name).is_symlink()}
-        for step in available_steps(self._folder.parent):
+        steps = available_steps(self._folder.parent)
+        # The one before the last is there for when the last turns out to be damaged.
+        for step in steps[2:]:
             if _name(step) not in kept:
                 shutil.rmtree(self._folder / _name(step), ignore_errors=True)
 
     def load_run(self) -> tuple[Path, RunState]:
-        """The newest checkpoint that every replica has, and where the run was.
+        """The newest checkpoint that every replica has and finds undamaged, and where the run was.
 
         Replicas with disks of their own may have been killed when one had already given a new checkpoint its name.
         """
@@ -153,8 +157,27 @@ class Checkpoints:
         if not common:
             lists = ", ".join(f"replica {number}: {sorted(set(row.tolist()) - {-1})}" for number, row in enumerate(everyone))
             raise CheckpointError(f"--resume {self._folder.parent}: no checkpoint is there for all replicas ({lists})")
-        checkpoint = self._folder / _name(max(common))
-        return checkpoint, read_run(checkpoint, self._transport.replica)
+        problems: list[str] = []
+        for step in sorted(common, reverse=True):
+            checkpoint = self._folder / _name(step)
+            problems = [told for told in tell_problems(self._transport, self._damage_to(checkpoint)) if told]
+            if not problems:
+                return checkpoint, read_run(checkpoint, self._transport.replica)
+            if self._transport.replica == 0 and step != min(common):
+                _log.warning("%s; the checkpoint before it is tried", problems[0])
+        raise CheckpointError(problems[0])
+
+    def _damage_to(self, checkpoint: Path) -> str:
+        """What is wrong with this replica's files; empty if nothing is, or it has none there."""
+        own = f"replica-{self._transport.replica}"
+        names = [own] if (checkpoint / own).is_dir() else []
+        try:
+            read_run(checkpoint, self._transport.replica)
+            for name in [*names, "model"] if self._transport.replica == 0 else names:
+                check_files(checkpoint, self._transport.replica, name)
+        except CheckpointError as error:
+            return str(error)
+        return ""
 
     def load_state(self, checkpoint: Path, replica: int) -> dict[str, Any]:
         """The state of one replica."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.core.errors import PayloadError
 from thinwire.wire.bitpack import bits_to_ints, ints_to_bits, pack_bits, unpack_bits
 from thinwire.wire.indices import IndexCodec, smallest_index_codec
-from thinwire.wire.values import SCALE_BITS, VALUE_CODECS, ValueCodec, code_to_scale, scale_to_code
+from thinwire.wire.values import LARGEST_VALUE, SCALE_BITS, VALUE_CODECS, ValueCodec, code_to_scale, scale_to_code
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ class ChunkCodec:
         return indices, values.masked_fill(indices == self.num_elements, 0)
 
     def is_valid(self, records_CB: Tensor) -> Tensor:
-        """Whether each record (C) is one that `encode` could have written: order, range, finite values, zero padding."""
+        """Whether each record (C) is one that a replica could have sent: order, range, possible values, zero padding."""
         indices, codes, scale, valid = self._read(records_CB)
         is_void = indices == self.num_elements
         valid = valid & (~is_void | (codes == 0)).all(dim=1)
         values = self.value_codec.decode(codes, scale)
-        valid = valid & values.isfinite().all(dim=1) & (scale.isfinite() & (scale >= 0)).all(dim=1)
+        valid = valid & (values.abs() <= LARGEST_VALUE).all(dim=1) & (scale.isfinite() & (scale >= 0)).all(dim=1)
         padding = unpack_bits(records_CB[:, -1:])[:, 8 - (self.record_bytes * 8 - self.record_bits) :]
         return valid & (padding == 0).all(dim=1)
 

@@ -93,13 +93,13 @@ def seal_(payload_B: Tensor) -> None:
     words[CHECKSUM_WORD] = checksum(words)
 
 
-def checksum(words_N: Tensor) -> Tensor:
-    """``sum of word_i * weight_i`` modulo 2**64 over all words but the checksum's own.
+def checksum(words: Tensor) -> Tensor:
+    """Of a payload (N words) or of several (R, N): ``sum of word_i * weight_i`` modulo 2**64, without the checksum's own.
 
     The weights are odd, so a change of one word always shows, and pseudo-random, so other changes do but for one in 2**64.
     It guards against damage, not against forgery.
     """
-    return (words_N * _weights(len(words_N), words_N.device)).sum()
+    return (words * _weights(words.shape[-1], words.device)).sum(dim=-1)
 
 
 @functools.lru_cache(maxsize=32)

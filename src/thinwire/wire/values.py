@@ -14,6 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.core.exact import MOST_EXPONENT
+
+LARGEST_VALUE = 2.0**MOST_EXPONENT
+"""No sound gradient leads to a larger one, so none is accepted from a peer."""
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 _LARGEST_BFLOAT16 = torch.finfo(torch.bfloat16).max
 SCALE_BITS = 16

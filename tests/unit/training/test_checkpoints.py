@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,11 @@ def test_states_survive_files_bit_by_bit(tmp_path: Path) -> None:
     assert not any(path.read_bytes()[:2] == b"\x80\x04" for path in (tmp_path / "state").iterdir())  # no pickle
 
 
-def test_last_and_best_are_kept_and_nothing_else(tmp_path: Path) -> None:
+def test_last_best_and_the_one_before_the_last_are_kept_and_nothing_else(tmp_path: Path) -> None:
     for step, best in ((10, True), (20, True), (30, False), (40, False)):
         save(tmp_path, step, best)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["best", "last", "step-000020", "step-000040"]
+    assert names == ["best", "last", "step-000020", "step-000030", "step-000040"]
     assert os.readlink(tmp_path / "checkpoints" / "best") == "step-000020"
     checkpoint, run = find_last(tmp_path)
     assert (checkpoint.name, run.step, run.position) == ("step-000040", 40, 320)
@@ -142,6 +143,26 @@ def test_damaged_files_are_refused(damage: str, tmp_path: Path) -> None:
         Checkpoints(tmp_path, SoloTransport()).load_state(checkpoint, 0)
 
 
+def test_the_one_before_a_damaged_checkpoint_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever finds the damage, all replicas go back together."""
+    for culprit in (0, 2):
+        folder = tmp_path / str(culprit)
+
+        def work(transport: Transport, folder: Path = folder, culprit: int = culprit) -> tuple[str, int]:
+            for step in (10, 20, 30):
+                checkpoint = save(folder, step, transport=transport)
+            if transport.replica == culprit:
+                path = next((checkpoint / f"replica-{culprit}" / "state").glob("*.safetensors"))
+                path.write_bytes(path.read_bytes()[:-1])
+            found, run = Checkpoints(folder, transport).load_run()
+            return found.name, run.step
+
+        with caplog.at_level(logging.WARNING, logger="thinwire"):
+            assert run_replicas(work, 3) == [("step-000020", 20)] * 3
+        assert f"replica-{culprit}" in caplog.text
+        assert "the checkpoint before it is tried" in caplog.text
+
+
 def test_foreign_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint is there for all replicas"):
         find_last(tmp_path)
@@ -188,13 +209,13 @@ def test_machines_that_share_a_disk_have_one_keeper(tmp_path: Path) -> None:
         return checkpoints.is_keeper
 
     assert run_replicas(work, 4) == [True, False, False, False]
-    assert available_steps(tmp_path) == [30, 10]
+    assert available_steps(tmp_path) == [30, 20, 10]
     for name in ("last", "best"):
         checkpoint = (tmp_path / "checkpoints" / name).resolve()
         for replica in range(4):
             check_files(checkpoint, replica, f"replica-{replica}")
     left = [path.name for path in (tmp_path / "checkpoints").iterdir()]
-    assert sorted(left) == ["best", "last", "step-000010", "step-000030"]
+    assert sorted(left) == ["best", "last", "step-000010", "step-000020", "step-000030"]
 
 
 def test_the_newest_checkpoint_that_all_have_is_taken(tmp_path: Path) -> None:
