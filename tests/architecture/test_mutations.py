@@ -93,8 +93,8 @@ MUTATIONS = [
     Mutation(
         "the checksum leaves a word out",
         "wire/payload.py",
-        "    weights[CHECKSUM_WORD] = 0",
-        "    weights[CHECKSUM_WORD] = weights[-1] = 0",
+        "    weights[2 * CHECKSUM_WORD : 2 * CHECKSUM_WORD + 2] = 0",
+        "    weights[2 * CHECKSUM_WORD : 2 * CHECKSUM_WORD + 3] = 0",
         "tests/unit/wire/test_payload.py::test_every_single_bit_is_guarded",
     ),
     Mutation(

@@ -30,16 +30,21 @@ _NONE: tl.constexpr = tl.constexpr(NO_BAD_RECORD)
 
 @triton.jit(do_not_specialize=["num_words", "sums_stride"])
 def _checksum_kernel(words_ptr, num_words, sums_ptr, sums_stride, SKIPPED: tl.constexpr, BLOCK: tl.constexpr):
-    """``sum of word_i * weight_i`` modulo 2**64 of each payload; integers, so that any order gives the same sum."""
+    """``sum of half_i * weight_i`` modulo 2**64 of each payload; integers, so that any order gives the same sum."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = index < num_words
+    there = (index < num_words) & (index != SKIPPED)
     words = tl.load(words_ptr + tl.program_id(1).to(tl.int64) * num_words + index, mask=there, other=0)
-    mixed = (index + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    terms = (words & 0xFFFFFFFF) * _weight(2 * index + 1) + ((words >> 32) & 0xFFFFFFFF) * _weight(2 * index + 2)
+    tl.atomic_add(sums_ptr + tl.program_id(1) * sums_stride, tl.sum(terms, axis=0), sem="relaxed")
+
+
+@triton.jit
+def _weight(number):
+    """`wire.payload._weights`, of which this is the one with this number, from 1."""
+    mixed = number.to(tl.uint64) * 0x9E3779B97F4A7C15
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
-    weights = (mixed ^ (mixed >> 31)) | 1
-    weights = tl.where(index == SKIPPED, 0, weights.to(tl.int64, bitcast=True))
-    tl.atomic_add(sums_ptr + tl.program_id(1) * sums_stride, tl.sum(words * weights, axis=0), sem="relaxed")
+    return ((mixed ^ (mixed >> 31)) | 1).to(tl.int64, bitcast=True)
 
 
 @triton.jit

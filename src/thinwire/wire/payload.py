@@ -15,7 +15,7 @@ from torch import Tensor
 from thinwire.core.errors import PayloadError
 
 MAGIC = b"TWIR"
-VERSION = 2
+VERSION = 3
 _FLAG_GAVE_UP = 1
 DIGEST_BYTES = 16
 # magic, version, flags, digest, step, replica, bucket, fingerprint, problem, checksum
@@ -94,22 +94,24 @@ def seal_(payload_B: Tensor) -> None:
 
 
 def checksum(words: Tensor) -> Tensor:
-    """Of a payload (N words) or of several (R, N): ``sum of word_i * weight_i`` modulo 2**64, without the checksum's own.
+    """Of a payload (N words) or of several (R, N): ``sum of half_i * weight_i`` modulo 2**64 over the halves of all words,
+    32 bits each, but for the checksum's own.
 
-    The weights are odd, so a change of one word always shows, and pseudo-random, so other changes do but for one in 2**64.
-    It guards against damage, not against forgery.
+    The weights are odd, so a change of one half always shows, and pseudo-random, so that of other changes about one in 2**32
+    does not, whatever bits they flip. It guards against damage, not against forgery.
     """
-    return (words * _weights(words.shape[-1], words.device)).sum(dim=-1)
+    halves = words.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    return (halves * _weights(halves.shape[-1], words.device)).sum(dim=-1)
 
 
 @functools.lru_cache(maxsize=32)
-def _weights(num_words: int, device: torch.device) -> Tensor:
+def _weights(num_halves: int, device: torch.device) -> Tensor:
     """Weight i is the i-th output of SplitMix64 seeded with 0, made odd; 0 at the checksum's own word."""
-    state = torch.arange(1, num_words + 1, dtype=torch.int64, device=device) * _signed(0x9E3779B97F4A7C15)
+    state = torch.arange(1, num_halves + 1, dtype=torch.int64, device=device) * _signed(0x9E3779B97F4A7C15)
     mixed = (state ^ _shift_right(state, 30)) * _signed(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ _shift_right(mixed, 27)) * _signed(0x94D049BB133111EB)
     weights = (mixed ^ _shift_right(mixed, 31)) | 1
-    weights[CHECKSUM_WORD] = 0
+    weights[2 * CHECKSUM_WORD : 2 * CHECKSUM_WORD + 2] = 0
     return weights
 
 
