@@ -90,6 +90,7 @@ class FusedStack:
     def apply_(self, group: GroupStep, payloads_RB: Tensor, decoding: Decoding) -> None:
         """See `StackStep`."""
         self.forget()
+        decoding = decoding.for_rule(group.rule.whole_matrices)
         targets = {entry.tensor: self._tensors[entry.tensor].parameter.contiguous() for entry in self._stack.entries}
         hyper, beta = group.hyper, group.hyper.betas[1]
         rests = (1 - hyper.betas[0], 1 - beta)

@@ -61,7 +61,7 @@ class DeMo(Optimizer):
         maximize: go up instead of down.
         momentum_dtype: float32, bfloat16 or float64.
         combine: ``mean_over_senders`` or ``mean_over_replicas``.
-        exact_decode: decode in whole numbers, so that all kinds of devices find the same bits; not for muon's matrices.
+        exact_decode: decode in whole numbers, so that all kinds of devices find the same bits; does not concern muon.
         on_nonfinite: what all replicas do when one has NaN or Inf in a gradient, or values too large to be squared:
             ``raise`` or ``skip`` the step. Under a `torch.amp.GradScaler` an overflow always skips.
         check_drift_every: steps between checks that all replicas hold the same parameters; 0: none.

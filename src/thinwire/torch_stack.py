@@ -73,7 +73,7 @@ class TorchStack:
     def apply_(self, group: GroupStep, payloads_RB: Tensor, decoding: Decoding) -> None:
         """See `StackStep`."""
         self.forget()
-        scratch = Scratch()
+        decoding, scratch = decoding.for_rule(group.rule.whole_matrices), Scratch()
         targets = {entry.tensor: self._tensors[entry.tensor].parameter.contiguous() for entry in self._stack.entries}
         wholes: dict[int, Tensor] = {}
         stacks_RCB = stack_records(payloads_RB, self._stack)

@@ -19,6 +19,11 @@ class Decoding(NamedTuple):
     combine: str = "mean_over_senders"
     is_exact: bool = True
 
+    def for_rule(self, whole_matrices: bool) -> "Decoding":
+        """Rules on whole matrices orthogonalise them, in floating point anyway, which would make much of rounded whole
+        numbers: small singular values grow to the size of the large ones."""
+        return self._replace(is_exact=self.is_exact and not whole_matrices)
+
 
 def combine(messages: Sequence[tuple[Tensor, Tensor]], combined_CE: Tensor, rule: str) -> Tensor:
     """Combine each replica's (indices_CK, values_CK) into ``combined_CE``, which is overwritten and returned.
