@@ -21,7 +21,8 @@ from thinwire.slabs import LocalTensor
 _log = logging.getLogger("thinwire")
 ON_DRIFT = ("raise", "warn", "repair")
 _COLUMNS = 256
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# At most 32 bits: the top bits of 64-bit words would have no room to differ in a sum of 64 bits.
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 # An odd number, whose multiples by the places 1, 2, 3... are spread over all 64 bits (the golden ratio).
 _SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
 
