@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from thinwire.core.errors import CheckpointError, check_choice
 from thinwire.exchange.collective import default_transport
 from thinwire.exchange.sharding import is_sharded, local_of
 from thinwire.optimizer import DeMo
-from thinwire.parallel.listing import check_files, list_files, listed_files, reason, tell_problems
+from thinwire.parallel.listing import check_files, list_files, listed_files, reason, tell_problems, together
 from thinwire.parallel.state_files import alone_on_purpose, read_state, write_state
 from thinwire.redistribution import REDISTRIBUTIONS, assemble
 
@@ -106,19 +106,8 @@ class Saving:
                     raise CheckpointError(f"it does not see what ranks {missing} wrote; do all ranks see that folder?")
                 os.replace(self._partial, self._folder)
 
-    @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """A part of the work that all ranks finish, or none: whatever goes wrong on one is told to all."""
-        problem = ""
-        try:
-            yield
-        except Exception as error:  # whatever it is, the others must hear of it
-            problem = f"{what}: {reason(error)}"
-        problems = [told for told in tell_problems(self._world, problem) if told]
-        if problems:
-            if self._rank == 0:
-                shutil.rmtree(self._partial, ignore_errors=True)
-            raise CheckpointError(f"no checkpoint: {problems[0]}")
+    def _together(self, what: str) -> AbstractContextManager[None]:
+        return together(self._world, what, self._partial, "no checkpoint")
 
 
 def load(

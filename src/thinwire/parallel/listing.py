@@ -6,7 +6,9 @@ What goes wrong on one rank is told to all.
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,21 @@ def tell_problems(transport: Transport, mine: str) -> list[str]:
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     rows = all_gather(transport, padded, "checkpoint")
     return [row.cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+
+
+@contextmanager
+def together(transport: Transport, what: str, partial: Path, outcome: str) -> Iterator[None]:
+    """A part of the work that all ranks finish, or none: whatever goes wrong on one is told to all, which then remove what
+    is there ``partial``ly and raise, with ``what`` this rank was at and the ``outcome`` in the words."""
+    problem = ""
+    try:
+        yield
+    except Exception as error:  # whatever it is, the others must hear of it
+        problem = f"{what}: {reason(error)}"
+    problems = [told for told in tell_problems(transport, problem) if told]
+    if problems:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"{outcome}: {problems[0]}")
 
 
 def list_files(checkpoint: Path, writer: int, paths: Iterable[Path]) -> None:

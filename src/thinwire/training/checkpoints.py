@@ -16,8 +16,8 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from thinwire.core.errors import CheckpointError
 from thinwire.exchange.transport import Transport, all_gather
-from thinwire.parallel.listing import check_files, list_files, reason, tell_problems
+from thinwire.parallel.listing import check_files, list_files, reason, tell_problems, together
 from thinwire.parallel.state_files import read_state, write_state
 
 _log = logging.getLogger("thinwire")
@@ -102,18 +102,9 @@ class Checkpoints:
             self._prune()
         return final
 
-    @contextmanager
-    def _together(self, step: int, partial: Path) -> Iterator[None]:
-        """A part of the work that all replicas finish, or none: whatever goes wrong on one is told to all."""
-        problem = ""
-        try:
-            yield
-        except Exception as error:  # whatever it is, the others must hear of it
-            problem = f"replica {self._transport.replica} could not write {partial.parent}: {reason(error)}"
-        problems = [told for told in tell_problems(self._transport, problem) if told]
-        if problems:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise CheckpointError(f"no checkpoint at step {step}: {problems[0]}")
+    def _together(self, step: int, partial: Path) -> AbstractContextManager[None]:
+        what = f"replica {self._transport.replica} could not write {partial.parent}"
+        return together(self._transport, what, partial, f"no checkpoint at step {step}")
 
     def _write(
         self, partial: Path, run: RunState, state: Callable[[], dict[str, Any]], write_model: Callable[[Path], None]
