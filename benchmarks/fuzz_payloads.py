@@ -88,12 +88,14 @@ class Target:
         inspect_(self.bucket, payloads_RB, findings_RW)
         found = []
         for row_W in findings_RW:
-            try:
-                (header,) = read_findings(self.bucket, row_W[None], self.expected)
-                is_ours = header.digest == self.expected.digest and not header.gave_up and not header.trouble.problem
-                found.append("accepted" if is_ours else "refused")
-            except PayloadError:
-                found.append("refused")
+            (header,) = read_findings(self.bucket, row_W[None], self.expected)
+            is_ours = (
+                not isinstance(header, PayloadError)
+                and header.digest == self.expected.digest
+                and not header.gave_up
+                and not header.trouble.problem
+            )
+            found.append("accepted" if is_ours else "refused")
         return found
 
     def is_harmless(self, payload_B: Tensor) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.combine import Decoding
-from thinwire.core.errors import ExchangeError, ThinwireError
+from thinwire.core.errors import ExchangeError, PayloadError, ThinwireError
 from thinwire.exchange.agreement import AllGather, name_the_difference
 from thinwire.exchange.plan import Bucket
 from thinwire.exchange.sharding import align_gradient, is_sharded
@@ -26,7 +26,7 @@ from thinwire.local_step import Encoding, LocalStep
 from thinwire.sealing import empty_findings, inspect_, open_, read_findings, seal_
 from thinwire.slabs import LocalTensor
 from thinwire.stack_step import GroupStep
-from thinwire.wire.payload import HEADER_WORDS, Header, Trouble
+from thinwire.wire.payload import HEADER_WORDS, Header, Trouble, Verdict
 
 _log = logging.getLogger("thinwire")
 _POLL_SECONDS = 2e-4
@@ -34,7 +34,7 @@ _POLL_SECONDS = 2e-4
 
 class Attempt:
     """``header`` is this replica's for every bucket; ``description`` is what its digest was made from. ``compares`` says
-    whether to look if all replicas have the same gradients."""
+    whether to look if all replicas have the same gradients, ``drops`` whether bad payloads are left out."""
 
     def __init__(
         self,
@@ -46,8 +46,9 @@ class Attempt:
         transport: Transport,
         traffic: Traffic,
         compares: bool,
+        drops: bool,
     ) -> None:
-        self.header, self.description, self.compares = header, description, compares
+        self.header, self.description, self.compares, self._drops = header, description, compares, drops
         self._transport, self._traffic = transport, traffic
         self._buckets, self._local, self._groups = buckets, local, groups
         self._pending: list[Pending] = []
@@ -58,7 +59,9 @@ class Attempt:
         self.said: list[Header] = []
         """The own headers, as sent."""
         self.received = ""
-        """A hash of all headers and checksums that have come, once `check` has found them sound."""
+        """A hash of all headers and checksums that have come, once `check` has looked at them."""
+        self.refused: dict[int, PayloadError] = {}
+        """The replicas whose payloads do not count, and why; known after `check`."""
         for _, encoding in buckets:
             encoding.begun.clear()
 
@@ -110,7 +113,7 @@ class Attempt:
 
     def receive_(self) -> None:
         """Wait for everyone's payloads, and look at them. If that fails, see `send_rest_`."""
-        self._local.set_verdict_(0)
+        self._local.set_verdict_(Verdict.FINE)
         with self.taken_back_on_error():
             spans = []
             with self._traffic.waiting():
@@ -163,12 +166,14 @@ class Attempt:
             stacks = [(stack.codec, stack.offset_bytes, stack.num_chunks) for stack in bucket.stacks]
             checks.inspect_(encoding.payloads_RB, stacks, encoding.findings_RW)
             (verdict,) = self._local.verdicts.values()
-            checks.judge_(encoding.payloads_RB, encoding.replica, encoding.findings_RW, verdict)
+            damage = Verdict.DAMAGED if self._drops else Verdict.REFUSED
+            checks.judge_(encoding.payloads_RB, encoding.replica, encoding.findings_RW, verdict, damage)
 
     def check(self) -> list[Header]:
-        """Everyone's headers, bucket by bucket. Waits for the device.
+        """The headers of all whose payloads count, bucket by bucket. Waits for the device.
 
-        Raises, on every replica that sees it, unless all payloads are sound, all replicas agree, and nobody gave up.
+        Raises, on every replica that sees it, unless all payloads are sound, or all but a few that can be left out, and all
+        replicas agree, and nobody gave up.
         """
         if self._transport.num_replicas == 1 and not self._local.is_fused:
             return self.said
@@ -177,7 +182,15 @@ class Attempt:
         for bucket, encoding in self._buckets:
             findings_RW = encoding.told_RW if self._is_told else encoding.findings_RW.cpu()
             received.update(findings_RW[:, : HEADER_WORDS + 1].contiguous().numpy().tobytes())
-            headers += read_findings(bucket, findings_RW, replace(self.header, bucket=bucket.index))
+            for replica, found in enumerate(read_findings(bucket, findings_RW, replace(self.header, bucket=bucket.index))):
+                if isinstance(found, PayloadError):
+                    self.refused.setdefault(replica, found)
+                else:
+                    headers.append(found)
+        if self.refused and (not self._drops or self._transport.replica in self.refused):
+            raise next(iter(self.refused.values()))
+        headers = [header for header in headers if header.replica not in self.refused]
+        received.update(repr(sorted(self.refused)).encode())
         _compare_digests(headers, self.header, self.description, metered(self._transport, self._traffic))
         for header in headers:
             if header.gave_up:
@@ -186,13 +199,20 @@ class Attempt:
         return headers
 
     def apply_(self, decoding: Decoding) -> None:
-        """Apply everyone's payloads."""
+        """Apply the payloads of all that are not refused."""
+        counted = [replica for replica in range(self._transport.num_replicas) if replica not in self.refused]
         for bucket, encoding in self._buckets:
-            self._local.apply_(bucket, self._groups, encoding.payloads_RB, decoding)
+            payloads_RB = encoding.payloads_RB[counted] if self.refused else encoding.payloads_RB
+            self._local.apply_(bucket, self._groups, payloads_RB, decoding)
+
+    def apply_late_(self, decoding: Decoding) -> None:
+        """After `finish_on_device_`, where the device has left it to the host to say whose payloads count."""
+        self._local.set_verdict_(Verdict.FINE)
+        self.apply_(decoding)
 
     def take_back_(self) -> None:
         """Undo what was encoded; or, where that was a step ago and its gradients are gone, return what was sent."""
-        self._local.set_verdict_(1)
+        self._local.set_verdict_(Verdict.REFUSED)
         for bucket, encoding in self._buckets:
             if self._is_late:
                 self._local.give_back_(encoding)
@@ -265,7 +285,10 @@ def announce_plan(
             transport.start_all_gather_(payloads_RB, f"new plan before step {header.step}").wait()
         findings_RW = empty_findings(bucket, transport.num_replicas, torch.device("cpu"))
         inspect_(bucket, payloads_RB, findings_RW)
-        headers += read_findings(bucket, findings_RW, mine)
+        for found in read_findings(bucket, findings_RW, mine):
+            if isinstance(found, PayloadError):
+                raise found
+            headers.append(found)
     _compare_digests(headers, header, description, metered(transport, traffic))
 
 

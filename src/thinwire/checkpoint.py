@@ -59,7 +59,7 @@ def load(optimizer: "DeMo", state_dict: dict[str, Any], residual: str) -> None:
             tensor.copy_(value)
     _keep_for_later(optimizer, state_dict["state"], residual)
     optimizer._num_skipped_steps = int(state_dict[KEY]["num_skipped_steps"])
-    optimizer._received = ""
+    optimizer._company.received = ""
 
 
 def check(optimizer: "DeMo", state_dict: dict[str, Any], residual: str) -> list[tuple[Tensor, Tensor | None]]:

@@ -53,17 +53,26 @@ class DriftCheck:
         transport: Transport,
         all_gather: AllGather,
         island: Island,
+        policy: str | None = None,
     ) -> bool:
-        """Compare; collective. Whether all hold the same. Otherwise it raises, warns or repairs, on all replicas alike."""
+        """Compare; collective. Whether all hold the same. Otherwise it raises, warns or repairs, on all replicas alike;
+        ``policy`` goes before that of every check."""
+        policy = self.policy if policy is None else check_choice("policy", policy, ON_DRIFT)
         began = time.perf_counter()
-        same = self._same(list(_named(tensors)), num_steps, transport, all_gather, island)
+        same = self._same(list(_named(tensors)), num_steps, transport, all_gather, island, policy)
         self.num_checks += 1
         self.num_differences += not same
         self.seconds += time.perf_counter() - began
         return same
 
     def _same(
-        self, named: list[tuple[str, Tensor]], num_steps: int, transport: Transport, all_gather: AllGather, island: Island
+        self,
+        named: list[tuple[str, Tensor]],
+        num_steps: int,
+        transport: Transport,
+        all_gather: AllGather,
+        island: Island,
+        policy: str,
     ) -> bool:
         hashes = [hash_of(tensor) for _, tensor in named] or [torch.zeros(2, dtype=torch.int64)]
         hashes_T2 = torch.stack([found.to(hashes[0].device) for found in hashes]).cpu()
@@ -80,15 +89,15 @@ class DriftCheck:
                 f"after step {num_steps} replicas {others} hold other parameters than replicas {majority}, first of all in "
                 f"{named[wrong[0]][0]} ({len(wrong)} of {len(named)} tensors)"
             )
-            if self.policy == "repair":
+            if policy == "repair":
                 for place in wrong:
                     transport.broadcast_(named[place][1], "repair of the parameters", majority[0])
         if not island.any(differs):
             return True
         words = words or f"after step {num_steps} another rank of this replica holds other parameters than its counterparts"
-        if self.policy == "raise":
+        if policy == "raise":
             raise DriftError(f"{words}; on_drift='repair' copies the majority's")
-        _log.warning("%s%s", words, "; they were given the majority's" if self.policy == "repair" else "")
+        _log.warning("%s%s", words, "; they were given the majority's" if policy == "repair" else "")
         return False
 
 

@@ -18,7 +18,7 @@ from thinwire.kernels.table import ChunkTable, Cut, Row, upload_rows
 from thinwire.slabs import LocalTensor
 from thinwire.stack_step import GroupStep
 from thinwire.torch_stack import change_whole_
-from thinwire.wire.payload import Trouble
+from thinwire.wire.payload import Trouble, Verdict
 
 _MOST_MAPS = 8
 
@@ -35,7 +35,7 @@ class Form(NamedTuple):
 
 class FusedStack:
     """One stack of one replica. ``verdict`` (int32) lies on the device: what it is when a kernel runs decides whether
-    `apply_` applies (0) and whether `undo_` undoes (any other)."""
+    `apply_` applies (0) and whether `undo_` undoes (REFUSED)."""
 
     def __init__(self, stack: Stack, tensors: Sequence[LocalTensor], scratch: Scratch, verdict: Tensor) -> None:
         self._stack, self._tensors, self._scratch, self._verdict = stack, tensors, scratch, verdict
@@ -72,7 +72,7 @@ class FusedStack:
         codec, offset = self._stack.codec, self._stack.offset_bytes
         units_C = units.reshape(-1) if isinstance(units, Tensor) else self._units_C
         for _, table in self._encode_tables.current:
-            undo.give_back_(table, codec, payload_B, offset, units_C, torch.ones_like(self._verdict))
+            undo.give_back_(table, codec, payload_B, offset, units_C, torch.full_like(self._verdict, Verdict.REFUSED))
 
     def forget(self) -> None:
         """See `StackStep`."""

@@ -18,6 +18,7 @@ from thinwire.sealing import empty_findings
 from thinwire.slabs import LocalTensor, limits_for
 from thinwire.stack_step import GroupStep, StackStep
 from thinwire.torch_stack import TorchStack
+from thinwire.wire.payload import Verdict
 
 _log = logging.getLogger("thinwire")
 BACKENDS = ("auto", "torch", "triton")
@@ -134,7 +135,7 @@ class LocalStep:
         for stack in bucket.stacks:
             self.steps[stack].apply_(groups[stack.group], payloads_RB, decoding)
 
-    def set_verdict_(self, verdict: int) -> None:
+    def set_verdict_(self, verdict: Verdict) -> None:
         """Decide from the host, which is known before the next launch runs."""
         for known in self.verdicts.values():
-            known.fill_(verdict)
+            known.fill_(int(verdict))

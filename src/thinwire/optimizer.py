@@ -1,6 +1,7 @@
 """DeMo as a `torch.optim.Optimizer`: `DeMo.step` reads as the algorithm does."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -11,18 +12,17 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from thinwire import checkpoint
-from thinwire.attempt import Attempt, announce_plan
+from thinwire.attempt import Attempt
+from thinwire.company import Company
 from thinwire.core.combine import COMBINE_RULES, Decoding
-from thinwire.core.errors import ThinwireError, check_bool, check_choice, check_float, check_int
+from thinwire.core.errors import ReceivedDifferentlyError, ThinwireError, check_bool, check_choice, check_float, check_int
 from thinwire.delay import Delay
 from thinwire.drift import DriftCheck
-from thinwire.exchange.agreement import hold_roll_call
-from thinwire.exchange.collective import default_transport, is_distributed
-from thinwire.exchange.plan import ExchangePlan, digest_of
+from thinwire.exchange.agreement import RECEIVED
+from thinwire.exchange.plan import ExchangePlan
 from thinwire.exchange.sharding import find_island
-from thinwire.exchange.traffic import Traffic
-from thinwire.exchange.transport import Transport, metered
-from thinwire.gradients import check_own_gradients, tell_trouble
+from thinwire.exchange.transport import Transport
+from thinwire.gradients import tell_trouble
 from thinwire.local_step import BACKENDS, Encoding, LocalStep
 from thinwire.options import PUBLISHED_OPTIONS, check_group, check_parameter
 from thinwire.overlap import Overlap, check_nothing_changed
@@ -32,6 +32,7 @@ from thinwire.wire.payload import Header
 
 _log = logging.getLogger("thinwire")
 ON_NONFINITE = ("raise", "skip")
+ON_BAD_PAYLOAD = ("drop", "raise")
 DEFAULT_DENSE_BELOW = 4096
 DEFAULT_OVERLAPPED_BUCKETS = 8
 
@@ -62,6 +63,8 @@ class DeMo(Optimizer):
         momentum_dtype: float32, bfloat16 or float64.
         combine: ``mean_over_senders`` or ``mean_over_replicas``.
         exact_decode: decode in whole numbers, so that all kinds of devices find the same bits; does not concern muon.
+        on_bad_payload: what to do about a payload that is damaged or forged: ``drop`` it, so that the others count, or
+            ``raise``. Replicas that saw different bytes then copy what most of them hold.
         on_nonfinite: what all replicas do when one has NaN or Inf in a gradient, or values too large to be squared:
             ``raise`` or ``skip`` the step. Under a `torch.amp.GradScaler` an overflow always skips.
         check_drift_every: steps between checks that all replicas hold the same parameters; 0: none.
@@ -101,6 +104,7 @@ class DeMo(Optimizer):
         momentum_dtype: str = "float32",
         combine: str = "mean_over_senders",
         exact_decode: bool = True,
+        on_bad_payload: str = "drop",
         on_nonfinite: str = "raise",
         check_drift_every: int = 100,
         on_drift: str = "raise",
@@ -116,6 +120,7 @@ class DeMo(Optimizer):
     ) -> None:
         self._decoding = Decoding(check_choice("combine", combine, COMBINE_RULES), check_bool("exact_decode", exact_decode))
         self._on_nonfinite = check_choice("on_nonfinite", on_nonfinite, ON_NONFINITE)
+        self._on_bad_payload = check_choice("on_bad_payload", on_bad_payload, ON_BAD_PAYLOAD)
         self._sync_parameters = check_bool("sync_parameters", sync_parameters)
         self._overlaps = check_bool("overlap", overlap)
         default_buckets = DEFAULT_OVERLAPPED_BUCKETS if overlap else 1
@@ -125,38 +130,22 @@ class DeMo(Optimizer):
         self.drift = DriftCheck(check_drift_every, on_drift)
         check_float("timeout_seconds", timeout_seconds, 1e-3)
         self._backend = check_choice("backend", backend, BACKENDS)
-        group_options = {
-            "lr": lr,
-            "momentum_decay": momentum_decay,
-            "chunk": chunk,
-            "topk": topk,
-            "weight_decay": weight_decay,
-            "update": update,
-            "values": values,
-            "lr_in_momentum": lr_in_momentum,
-            "layout": layout,
-            "dense_below": dense_below,
-            "betas": betas,
-            "eps": eps,
-            "maximize": maximize,
-            "momentum_dtype": momentum_dtype,
-        }
+        group_options: dict[str, Any] = {"lr": lr, "momentum_decay": momentum_decay, "chunk": chunk, "topk": topk}
+        group_options |= {"weight_decay": weight_decay, "update": update, "values": values, "betas": betas, "eps": eps}
+        group_options |= {"lr_in_momentum": lr_in_momentum, "layout": layout, "dense_below": dense_below}
+        group_options |= {"maximize": maximize, "momentum_dtype": momentum_dtype}
         check_group(group_options)
         self._is_ready = False
         super().__init__(params, group_options)
-        self.traffic = Traffic()
         self._num_skipped_steps = 0
-        self._received = ""
+        self.refused_payloads: Counter[int] = Counter()
+        """How many payloads of which replica did not count."""
         self._unsettled: Attempt | None = None
         self._encodings: dict[int, list[Encoding]] = {}
         self._turn = 0
-        self._agreed_plan: ExchangePlan
         self._timeout_seconds = timeout_seconds
-        if transport is not None and process_group is not None:
-            raise ValueError("pass process_group or transport, not both")
-        self._transport = transport or default_transport(process_group, timeout_seconds)
-        self._waits_for_group = transport is None and process_group is None and not is_distributed()
-        self._has_checked_sync = False
+        self._company = Company(process_group, transport, timeout_seconds)
+        self._transport, self.traffic = self._company.transport, self._company.traffic
         self._is_ready = True
         self._rebuild()
         self._agree_and_synchronise(self.param_groups)
@@ -222,6 +211,27 @@ class DeMo(Optimizer):
         return loss
 
     def _step_together(self) -> None:
+        while not self._try_step():
+            pass
+
+    def _try_step(self) -> bool:
+        """False: the replicas had to be made alike first, and all try again."""
+        try:
+            self._attempt_step()
+        except ReceivedDifferentlyError as error:
+            self._make_alike(error)
+            return False
+        return True
+
+    def _make_alike(self, error: ReceivedDifferentlyError) -> None:
+        """The last step was not the same for all replicas: all take over what most of them hold, where they can."""
+        if self._on_bad_payload == "raise" or self._delay.is_on or not self.island.is_one_rank:
+            raise error
+        _log.warning("%s; what most of them hold is copied", error)
+        self._company.received = "repaired"
+        self.check_drift("repair")
+
+    def _attempt_step(self) -> None:
         attempt = self._overlap.take() if self._overlap is not None else None
         with self.island.told_of_failure():
             if attempt is None:
@@ -251,12 +261,13 @@ class DeMo(Optimizer):
         with self._delay.dropped_on_error(), attempt.taken_back_on_error():
             with self.island.told_of_failure():
                 attempt.receive_()
-                troubled = self._first_troubled(attempt)
+                troubled = self._company.first_troubled(attempt, self._sources)
             troubled = self.island.first_troubled(attempt.header, troubled)
         if troubled is not None:
             attempt.take_back_()
             self._handle_trouble(troubled)
             return
+        self._note_refused(attempt)
         with self._delay.at_true_parameters(self._local.tensors):
             attempt.apply_(self._decoding)
         self._count(1)
@@ -285,13 +296,28 @@ class DeMo(Optimizer):
             self._unsettled = attempt  # interrupted: it is not known yet
             raise
         try:
-            troubled = self._first_troubled(attempt)
-        except BaseException:
+            troubled = self._company.first_troubled(attempt, self._sources)
+        except BaseException as error:
             self._count(-1)
-            raise
+            if not isinstance(error, ReceivedDifferentlyError):
+                raise
+            self._make_alike(error)
+            return
         if troubled is not None:
             self._count(-1)
             self._handle_trouble(troubled)
+        elif attempt.refused:
+            self._note_refused(attempt)
+            attempt.apply_late_(self._decoding)
+
+    @property
+    def _sources(self) -> list[torch.Tensor]:
+        return [local.source for local in self._local.tensors]
+
+    def _note_refused(self, attempt: Attempt) -> None:
+        for replica, why in attempt.refused.items():
+            self.refused_payloads[replica] += 1
+            _log.warning("%s; it does not count at step %d", why, attempt.header.step)
 
     def _count(self, steps: int) -> None:
         for group in self.param_groups:
@@ -307,31 +333,24 @@ class DeMo(Optimizer):
     def _prepare(self) -> None:
         """All that may change what replicas have agreed on, before a step begins."""
         self.synchronize()
-        self._check_group_is_known()
         self.traffic.start_step()
         self._refresh()
-        if self.num_replicas > 1 and not self._agreed_plan.buckets:
-            hold_roll_call(self._description(), metered(self._transport, self.traffic))  # no payload would tell
-            self._agreed_plan = self._plan
-        if self.num_replicas > 1 and self._plan.digest != self._agreed_plan.digest:
-            # All replicas must change their plan at the same step, and must learn it if one of them did not.
-            announce_plan(self._agreed_plan.buckets, *self._header(), self._transport, self.traffic)
-            self._agreed_plan = self._plan
+        self._company.renew(self._plan, *self._header())
         if self.num_replicas > 1 and self.drift.is_due(self.num_steps):
             self.check_drift()
 
     @torch.no_grad()
-    def check_drift(self) -> bool:
-        """Compare the parameters of all replicas, and do as ``on_drift`` says; collective. Whether they are the same."""
+    def check_drift(self, policy: str | None = None) -> bool:
+        """Compare the parameters of all replicas; collective. Whether they are the same; if not, do as ``policy`` says,
+        ``on_drift`` unless it is given."""
         named = list(zip((spec.name for spec in self._plan.tensors), self._local.tensors, strict=True))
-        all_gather = metered(self._transport, self.traffic)
-        return self.drift.run(named, self.num_steps, self._transport, all_gather, self.island)
+        return self.drift.run(named, self.num_steps, self._transport, self._company.all_gather, self.island, policy)
 
     def _begin_early(self) -> Attempt | None:
         """The attempt of the step to come, during backward; None if something has changed that `step()` must see to."""
         self.synchronize()
         is_as_planned = signature_of(self.param_groups, self.state) == self._planned_signature
-        if not is_as_planned or self._plan.digest != self._agreed_plan.digest:
+        if not is_as_planned or not self._company.has_agreed_on(self._plan):
             return None
         self._prepare()
         return self._attempt()
@@ -347,7 +366,7 @@ class DeMo(Optimizer):
     def _attempt(self) -> Attempt:
         """What all replicas are about to do together."""
         header, description = self._header()
-        compares = self.num_replicas > 1 and not self._has_checked_sync
+        options = (self._company.compares, self._on_bad_payload == "drop" and self.num_replicas > 1)
         groups = [self._group_step(group) for group in self.param_groups]
         self._turn = (self._turn + self._num_under_way) % 2  # payloads under way keep their place
         if not all(encoding.is_safe for encoding in self._encodings.get(self._turn, ())):
@@ -356,7 +375,7 @@ class DeMo(Optimizer):
             place = (self.replica, self.num_replicas)
             self._encodings[self._turn] = [self._local.empty(bucket, *place) for bucket in self._plan.buckets]
         buckets = list(zip(self._plan.buckets, self._encodings[self._turn], strict=True))
-        return Attempt(buckets, self._local, groups, header, description, self._transport, self.traffic, compares)
+        return Attempt(buckets, self._local, groups, header, description, self._transport, self.traffic, *options)
 
     @property
     def _num_under_way(self) -> int:
@@ -367,20 +386,7 @@ class DeMo(Optimizer):
         # Alone, nobody compares digests.
         description = self._description() if self.num_replicas > 1 else []
         number = self.num_steps + self._num_under_way + 1
-        return Header(digest_of(description), number, self.replica, 0), description
-
-    def _first_troubled(self, attempt: Attempt) -> Header | None:
-        """What keeps a replica from this step; None: all can take it. Raises on every replica if they must not go on."""
-        headers = attempt.check()
-        self._received = attempt.received
-        for header in headers:
-            if header.trouble.problem:
-                return header
-        if attempt.compares:
-            parameters = [local.source for local in self._local.tensors]
-            fingerprints = [header.fingerprint for header in headers]
-            self._has_checked_sync = check_own_gradients(fingerprints, self.num_replicas, parameters)
-        return None
+        return self._company.header(description, number), description
 
     def _group_step(self, group: dict[str, Any]) -> GroupStep:
         return group_step(group, self._from_scaler("grad_scale"), self._num_under_way)
@@ -396,26 +402,15 @@ class DeMo(Optimizer):
         self._num_skipped_steps += 1
 
     def _description(self) -> list[str]:
-        facts = {"step": self.num_steps, "received at the last step": self._received, "on_nonfinite": self._on_nonfinite}
-        facts |= {**self._decoding._asdict(), **self.drift.facts}
+        facts = {"step": self.num_steps, RECEIVED: self._company.received, **self._decoding._asdict(), **self.drift.facts}
+        facts |= {"on_nonfinite": self._on_nonfinite, "on_bad_payload": self._on_bad_payload}
         return describe(self._plan, self.param_groups, facts)
 
     def _agree_and_synchronise(self, groups: list[dict[str, Any]]) -> None:
         """Compare descriptions with all replicas, then take over replica 0's parameters."""
-        setup = self.traffic.setup
-        if self.num_replicas > 1:
-            hold_roll_call(self._description(), metered(self._transport, setup))
-        self._agreed_plan = self._plan
-        if self.num_replicas == 1 or not self._sync_parameters:
-            return
-        copy_first_parameters(groups, self._transport, setup)
-
-    def _check_group_is_known(self) -> None:
-        if self._waits_for_group and is_distributed() and dist.get_world_size() > 1:
-            raise ThinwireError(
-                "torch.distributed was initialised after DeMo was built, so this replica would train alone; "
-                "call init_process_group first, or pass process_group"
-            )
+        self._company.agree(self._plan, self._description())
+        if self.num_replicas > 1 and self._sync_parameters:
+            copy_first_parameters(groups, self._transport, self.traffic.setup)
 
     # Plan and state.
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from thinwire.core.errors import PayloadError
 from thinwire.exchange.plan import Bucket
 from thinwire.stack_step import stack_records
 from thinwire.wire import payload
@@ -55,18 +56,22 @@ def inspect_(bucket: Bucket, payloads_RB: Tensor, findings_RW: Tensor) -> None:
                 rows_RW[place, column] = int(valid_RC[place[0]].to(torch.uint8).argmin())
 
 
-def read_findings(bucket: Bucket, findings_RW: Tensor, expected: Header) -> list[Header]:
+def read_findings(bucket: Bucket, findings_RW: Tensor, expected: Header) -> list[Header | PayloadError]:
     """Everyone's headers, where this replica expects the like of its own.
 
-    Raises `PayloadError` for the first payload that is not one its replica owes for this bucket, or has a record that nobody
+    A `PayloadError` stands for a payload that is not one its replica owes for this bucket, or has a record that nobody
     writes. Where the sender says itself that nobody must apply it, the body does not matter.
     """
-    headers = []
-    for replica, row_W in enumerate(findings_RW):
-        raw = row_W[:HEADER_WORDS].numpy().tobytes()
-        header = payload.read_header(raw, int(row_W[HEADER_WORDS]), replace(expected, replica=replica))
-        headers.append(header)
+    return [_read_row(bucket, row_W, replace(expected, replica=replica)) for replica, row_W in enumerate(findings_RW)]
+
+
+def _read_row(bucket: Bucket, row_W: Tensor, expected: Header) -> Header | PayloadError:
+    raw = row_W[:HEADER_WORDS].numpy().tobytes()
+    try:
+        header = payload.read_header(raw, int(row_W[HEADER_WORDS]), expected)
         for stack, bad in zip(bucket.stacks, row_W[HEADER_WORDS + 1 :].tolist(), strict=True):
             if bad != _NO_BAD_RECORD and not header.gave_up and not header.trouble.problem:
-                stack.codec.refuse(bad, stack.num_chunks, f"the payload of replica {replica}")
-    return headers
+                stack.codec.refuse(bad, stack.num_chunks, f"the payload of replica {expected.replica}")
+    except PayloadError as error:
+        return error
+    return header

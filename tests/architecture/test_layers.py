@@ -31,6 +31,7 @@ LAYERS = [
     "attempt",
     "overlap",
     "delay",
+    "company",
     "drift",
     "options",
     "planning",

@@ -123,8 +123,8 @@ class Tampering:
         messages_RB[1, self._place] ^= 1
         return pending
 
-    def broadcast_(self, tensor: torch.Tensor, what: str) -> None:
-        self._inner.broadcast_(tensor, what)
+    def broadcast_(self, tensor: torch.Tensor, what: str, source: int = 0) -> None:
+        self._inner.broadcast_(tensor, what, source)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,8 @@ def test_a_damaged_payload_stops_the_step_before_anything_changes(place: int, wo
 
     def work(transport: LoopbackTransport) -> None:
         model = build()
-        optimizer = DeMo(model.parameters(), lr=1e-2, chunk=16, topk=8, transport=Tampering(transport, place))
+        options = {"chunk": 16, "topk": 8, "on_bad_payload": "raise"}
+        optimizer = DeMo(model.parameters(), lr=1e-2, transport=Tampering(transport, place), **options)
         for step in range(2):
             train_step(model, optimizer, step, transport.replica)
         before = flat(model).clone()
@@ -153,6 +154,38 @@ def test_a_damaged_payload_stops_the_step_before_anything_changes(place: int, wo
         assert "the payload of replica 1 (step 3, bucket 0)" in message
         assert words in message
         assert unchanged
+
+
+@pytest.mark.parametrize("place", [0, 4, 24, 32, 70])
+def test_a_damaged_payload_is_left_out_and_all_become_alike_again(
+    place: int, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    models = [build().to(device) for _ in range(4)]
+
+    def work(transport: LoopbackTransport) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+        model = models[transport.replica]
+        options = {"chunk": 16, "topk": 8, "check_drift_every": 0, "dense_below": 0}
+        optimizer = DeMo(model.parameters(), lr=1e-2, transport=Tampering(transport, place), **options)
+        for step in range(3):
+            train_step(model, optimizer, step, transport.replica)
+        optimizer.synchronize()
+        after_damage = flat(model).clone()
+        for step in range(3, 6):
+            train_step(model, optimizer, step, transport.replica)
+        assert optimizer.num_steps == 6
+        assert optimizer.drift.num_differences == 1
+        return [optimizer.refused_payloads[replica] for replica in range(4)], after_damage, flat(model).clone()
+
+    outcomes = run_replicas(work, 4)
+    others = [outcomes[replica] for replica in (0, 2, 3)]
+    assert [refused for refused, _, _ in others] == [[0, 1, 0, 0]] * 3
+    assert outcomes[1][0] == [0] * 4
+    assert all(torch.equal(others[0][1], after) for _, after, _ in others), "the same decision, without a word"
+    assert not torch.equal(outcomes[1][1], others[0][1]), "replica 1, which saw nothing bad, took another step"
+    assert all(torch.equal(outcomes[0][2], after) for _, _, after in outcomes), "it is given what most hold"
+    assert "the payload of replica 1 (step 3, bucket 0)" in caplog.text
+    assert "it does not count at step 3" in caplog.text
+    assert "replicas [1] hold other parameters than replicas [0, 2, 3]" in caplog.text
 
 
 class Forging:
@@ -180,7 +213,7 @@ class Forging:
 def test_replicas_that_received_different_bytes_notice_at_the_next_step() -> None:
     def work(transport: LoopbackTransport) -> list[str]:
         model, outcomes = build(), []
-        options = {"chunk": 16, "topk": 8, "dense_below": 0, "values": "int8"}
+        options = {"chunk": 16, "topk": 8, "dense_below": 0, "values": "int8", "on_bad_payload": "raise"}
         optimizer = DeMo(model.parameters(), lr=1e-2, transport=Forging(transport), **options)
         for step in range(4):
             try:
@@ -194,6 +227,21 @@ def test_replicas_that_received_different_bytes_notice_at_the_next_step() -> Non
         assert outcomes[:3] == ["stepped"] * 3
         assert "replica 0 has [received at the last step: " in outcomes[3]
         assert "replica 2 has [received at the last step: " in outcomes[3]
+
+
+def test_replicas_that_received_different_bytes_become_alike_again() -> None:
+    def work(transport: LoopbackTransport) -> torch.Tensor:
+        model = build()
+        options = {"chunk": 16, "topk": 8, "dense_below": 0, "values": "int8", "overlap": True}
+        optimizer = DeMo(model.parameters(), lr=1e-2, transport=Forging(transport), **options)
+        for step in range(5):
+            train_step(model, optimizer, step, transport.replica)
+        assert optimizer.num_steps == 5
+        assert optimizer.drift.num_differences == 1
+        return flat(model)
+
+    first, *rest = run_replicas(work, 3)
+    assert all(torch.equal(first, other) for other in rest)
 
 
 def test_a_replica_that_fails_on_its_own_stops_all_at_once_and_training_can_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

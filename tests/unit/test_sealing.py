@@ -12,7 +12,7 @@ from thinwire.exchange.plan import Bucket, Coding, ExchangePlan, TensorSpec, mak
 from thinwire.sealing import empty_findings, inspect_, open_, read_findings, seal_
 from thinwire.stack_step import stack_records
 from thinwire.wire.codec import ChunkCodec
-from thinwire.wire.payload import Header, Problem, Trouble, checksum
+from thinwire.wire.payload import Header, Problem, Trouble, Verdict, checksum
 from thinwire.wire.values import VALUE_CODECS
 
 pytest.importorskip("triton", reason="triton has no build for this platform")
@@ -51,20 +51,20 @@ def reseal(payload_B: Tensor) -> None:
 
 def verdict(bucket: Bucket, payloads_RB: Tensor, plan: ExchangePlan, fused: bool) -> str:
     findings_RW = empty_findings(bucket, len(payloads_RB), payloads_RB.device)
-    against = torch.zeros(1, dtype=torch.int32, device=payloads_RB.device)
     if fused:
         checks.inspect_(payloads_RB, [(s.codec, s.offset_bytes, s.num_chunks) for s in bucket.stacks], findings_RW)
-        checks.judge_(payloads_RB, 0, findings_RW, against)
     else:
         inspect_(bucket, payloads_RB, findings_RW)
-    try:
-        headers = read_findings(bucket, findings_RW.cpu(), Header(plan.digest, 3, 0, 0))
-    except PayloadError as error:
-        assert not fused or int(against) == 1
-        return str(error)
-    is_sound = all(h.digest == plan.digest and not h.gave_up and not h.trouble.problem for h in headers)
-    assert not fused or int(against) == (not is_sound), "device and host must come to the same verdict"
-    return "sound" if is_sound else str(headers)
+    found = torch.zeros(1, dtype=torch.int32, device=payloads_RB.device)
+    if fused:
+        checks.judge_(payloads_RB, 0, findings_RW, found)
+    headers = read_findings(bucket, findings_RW.cpu(), Header(plan.digest, 3, 0, 0))
+    errors = [header for header in headers if isinstance(header, PayloadError)]
+    sound = [header for header in headers if isinstance(header, Header)]
+    says_no = any(h.digest != plan.digest or h.gave_up or h.trouble.problem for h in sound)
+    expected = Verdict.REFUSED if says_no else Verdict.DAMAGED if errors else Verdict.FINE
+    assert not fused or int(found) == expected, "device and host must come to the same verdict"
+    return str(errors[0]) if errors else str(headers) if says_no else "sound"
 
 
 # Every value codec, and every index codec: fixed width, Elias-Fano, bitmap, all.
@@ -118,6 +118,19 @@ def test_damage_and_what_a_sender_says_stop_a_step(fused: bool, device: torch.de
     assert "NONFINITE" in of(sealed(bucket, replace(header, trouble=Trouble(Problem.NONFINITE, 1)), device))
     assert "digest=b'other" in of(sealed(bucket, replace(header, digest=b"other".ljust(16)), device))
     assert of(sealed(bucket, replace(header, fingerprint=5), device)) == "sound"
+    assert of(sealed(bucket, replace(header, calls_meeting=True), device)) == "sound"
+    both = sealed(bucket, replace(header, gave_up=True, calls_meeting=True), device)
+    assert "gave_up=True" in of(both)
+    both[60] ^= 1
+    assert "checksum" in of(both)
+    unknown = sealed(bucket, header, device)
+    unknown[6] = 4
+    reseal(unknown)
+    assert "has flags 4" in of(unknown)
+    unknown = sealed(bucket, header, device)
+    unknown[52] = 4
+    reseal(unknown)
+    assert "has problem" in of(unknown)
 
 
 def test_an_index_that_comes_twice_is_found(device: torch.device) -> None:

@@ -172,7 +172,7 @@ def whole_step(parameters: Sequence[nn.Parameter], backend: str, topk: int, repl
     device = parameters[0].device
     held = _allocated(device)
     optimizer = DeMo(list(parameters), lr=1e-6, topk=topk, backend=backend, transport=EchoTransport(replicas))
-    optimizer._has_checked_sync = True  # an echo has the same gradients
+    optimizer._company._has_compared = True  # an echo has the same gradients
     (bucket,) = optimizer.plan.buckets
     momenta = [optimizer.state[parameter]["momentum"] for parameter in parameters]
     encoding = optimizer._local.empty(bucket, 0, replicas)

@@ -20,6 +20,10 @@ class AgreementError(ThinwireError):
     """The replicas do not train the same model with the same settings."""
 
 
+class ReceivedDifferentlyError(AgreementError):
+    """The replicas agree in all but what they received at the last step."""
+
+
 class ExchangeError(ThinwireError):
     """An exchange did not finish: a replica is gone, late, or out of step."""
 

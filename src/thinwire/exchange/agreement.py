@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from thinwire.core.errors import AgreementError
+from thinwire.core.errors import AgreementError, ReceivedDifferentlyError
 from thinwire.exchange.plan import digest_of, first_difference
 
 _MAGIC = b"TWRC"
@@ -21,6 +21,8 @@ _ROLL_CALL = struct.Struct("<4s12x16s")
 _LONGEST_DESCRIPTION_BYTES = 1 << 24
 
 AllGather = Callable[[Tensor, str], Tensor]
+RECEIVED = "received at the last step"
+"""The fact that may differ although all replicas do the same: a link may have damaged what one of them was sent."""
 
 
 def hold_roll_call(description: Sequence[str], all_gather: AllGather) -> None:
@@ -43,7 +45,11 @@ def _unpack(row_B: Tensor, replica: int) -> bytes:
 
 def name_the_difference(description: Sequence[str], all_gather: AllGather) -> NoReturn:
     """Exchange descriptions that differ, and say where. Collective: all replicas have seen that the digests differ."""
-    raise AgreementError(_what_differs(_exchange_texts("\n".join(description), all_gather)))
+    descriptions = _exchange_texts("\n".join(description), all_gather)
+    without = [[line for line in lines if not line.startswith(RECEIVED)] for lines in descriptions]
+    if all(lines == without[0] for lines in without) and any(lines != descriptions[0] for lines in descriptions):
+        raise ReceivedDifferentlyError(_what_differs(descriptions))
+    raise AgreementError(_what_differs(descriptions))
 
 
 def _exchange_texts(text: str, all_gather: AllGather) -> list[list[str]]:

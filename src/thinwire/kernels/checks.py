@@ -18,7 +18,18 @@ from thinwire.kernels.selection import popcount
 from thinwire.kernels.table import codec_constants, codec_low_bits, launching, record_place
 from thinwire.kernels.values import decode_values
 from thinwire.wire.codec import ChunkCodec
-from thinwire.wire.payload import CHECKSUM_WORD, FIRST_WORD, HEADER_WORDS, PLACE_WORD, PROBLEM_WORD
+from thinwire.wire.payload import (
+    CHECKSUM_WORD,
+    FIRST_WORD,
+    FLAG_CALLS_MEETING,
+    FLAG_GAVE_UP,
+    FLAGS_BIT,
+    HEADER_WORDS,
+    PLACE_WORD,
+    PROBLEM_WORD,
+    Problem,
+    Verdict,
+)
 
 _BLOCK_WORDS = 1024
 _BLOCK_RECORDS = 128
@@ -26,6 +37,10 @@ _BLOCK_RECORDS = 128
 _LARGEST: tl.constexpr = tl.constexpr((MOST_EXPONENT + 127) << 23)
 NO_BAD_RECORD = (1 << 63) - 1
 _NONE: tl.constexpr = tl.constexpr(NO_BAD_RECORD)
+_REFUSED: tl.constexpr = tl.constexpr(int(Verdict.REFUSED))
+_GAVE_UP: tl.constexpr = tl.constexpr(FLAG_GAVE_UP << FLAGS_BIT)
+_FLAGS: tl.constexpr = tl.constexpr((FLAG_GAVE_UP | FLAG_CALLS_MEETING) << FLAGS_BIT)
+_MOST_PROBLEM: tl.constexpr = tl.constexpr(int(max(Problem)))
 
 
 @triton.jit(do_not_specialize=["num_words", "sums_stride"])
@@ -132,27 +147,37 @@ def _records_kernel(
 
 @triton.jit(do_not_specialize=["payload_words", "own", "width"])
 def _judge_kernel(
-    words_ptr, payload_words, own, findings_ptr, width, verdict_ptr, FIRST_WORD: tl.constexpr, PLACE: tl.constexpr,
-    PROBLEM: tl.constexpr, CHECKSUM: tl.constexpr, HEADER_WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    words_ptr, payload_words, own, findings_ptr, width, verdict_ptr, DAMAGE: tl.constexpr, FIRST_WORD: tl.constexpr,
+    PLACE: tl.constexpr, PROBLEM: tl.constexpr, CHECKSUM: tl.constexpr, HEADER_WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A replica's header goes to its findings. The verdict is against the step if the header is not the own one but for
-    the replica's number, tells of a problem, or anything bad was found."""
+    """A replica's header goes to its findings, and the verdict on the step is raised as `sealing.read_findings` and the
+    headers would have it."""
     replica = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     in_header = column < HEADER_WORDS
     header = tl.load(words_ptr + replica.to(tl.int64) * payload_words + column, mask=in_header, other=0)
     wanted = tl.load(words_ptr + own.to(tl.int64) * payload_words + column, mask=in_header, other=0)
     wanted = tl.where(column == 0, FIRST_WORD, wanted + tl.where(column == PLACE, replica - own, 0))
+    differs = in_header & (tl.where(column == 0, header & ~_FLAGS, header) != wanted)
     row_ptr = findings_ptr + replica * width + column
     found = tl.load(row_ptr, mask=(column >= HEADER_WORDS) & (column < width), other=_NONE)
     tl.store(row_ptr, header, mask=in_header)
-    is_bad = (column <= PLACE) & (header != wanted)
-    is_bad = is_bad | ((column == PROBLEM) & (header != 0))
-    is_bad = is_bad | ((column > HEADER_WORDS) & (found != _NONE))
+    problem = tl.sum(tl.where(column == PROBLEM, header, 0))
+    other_digest = _any(differs & ((column == 1) | (column == 2)))
+    says_no = _any((column == 0) & ((header & _GAVE_UP) != 0)) | (problem != 0)
+    is_bad = _any(differs & ((column == 0) | (column == PLACE))) | (_any(differs & (column == 3)) & (other_digest == 0))
+    is_bad = is_bad | ((problem != 0) & (((problem >> 32) < 1) | ((problem >> 32) > _MOST_PROBLEM)))
+    is_bad = is_bad | (_any((column > HEADER_WORDS) & (found != _NONE)) & (says_no == 0))
     stated = tl.sum(tl.where(column == CHECKSUM, header, 0))
     computed = tl.sum(tl.where(column == HEADER_WORDS, found, 0))
-    against = (tl.sum(is_bad.to(tl.int32)) > 0) | (stated != computed)
-    tl.atomic_max(verdict_ptr, against.to(tl.int32), sem="relaxed")
+    is_bad = is_bad | (stated != computed)
+    verdict = tl.where(is_bad, DAMAGE, tl.where(says_no | other_digest, _REFUSED, 0))
+    tl.atomic_max(verdict_ptr, verdict, sem="relaxed")
+
+
+@triton.jit
+def _any(flags):
+    return tl.sum(flags.to(tl.int32)) > 0
 
 
 def add_checksum_(payload_B: Tensor) -> None:
@@ -171,8 +196,11 @@ def inspect_(payloads_RB: Tensor, stacks: Sequence[tuple[ChunkCodec, int, int]],
         _find_bad_records_(payloads_RB, codec, offset_bytes, num_chunks, findings_RW[:, column])
 
 
-def judge_(payloads_RB: Tensor, own_replica: int, findings_RW: Tensor, verdict: Tensor) -> None:
-    """Complete the findings with the headers, and raise ``verdict`` (int32) to 1 if the step must not be applied."""
+def judge_(
+    payloads_RB: Tensor, own_replica: int, findings_RW: Tensor, verdict: Tensor, damage_verdict: Verdict = Verdict.DAMAGED
+) -> None:
+    """Complete the findings with the headers, and raise ``verdict`` (int32) if the step must not be applied as it is: to
+    REFUSED, or to ``damage_verdict`` for a bad payload."""
     num_replicas, width = findings_RW.shape
     with launching(payloads_RB.device):
         _judge_kernel[(num_replicas,)](
@@ -182,6 +210,7 @@ def judge_(payloads_RB: Tensor, own_replica: int, findings_RW: Tensor, verdict: 
             findings_RW,
             width,
             verdict,
+            DAMAGE=int(damage_verdict),
             FIRST_WORD=FIRST_WORD,
             PLACE=PLACE_WORD,
             PROBLEM=PROBLEM_WORD,

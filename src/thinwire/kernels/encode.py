@@ -46,7 +46,9 @@ from thinwire.kernels.table import (
 )
 from thinwire.kernels.values import encode_values
 from thinwire.wire.codec import ChunkCodec
-from thinwire.wire.payload import PROBLEM_WORD
+from thinwire.wire.payload import PROBLEM_WORD, Verdict
+
+REFUSED: tl.constexpr = tl.constexpr(int(Verdict.REFUSED))
 
 _LEFT_ALONE: tl.constexpr = tl.constexpr(-1)
 _LIMIT_BITS: tl.constexpr = tl.constexpr(struct.unpack("<i", struct.pack("<f", GRADIENT_LIMIT))[0])
@@ -77,7 +79,7 @@ def _accumulate_kernel(
         row_basis = tl.load(row_basis_ptr + side_R[:, None] * BLOCK_R + side_R[None, :])
         col_basis = tl.load(col_basis_ptr + side_C[None, :] * BLOCK_C + side_C[:, None])
     if UNDOES:
-        last_chunk = tl.where(tl.load(verdict_ptr) == 0, first_chunk, last_chunk)
+        last_chunk = tl.where(tl.load(verdict_ptr) == REFUSED, last_chunk, first_chunk)
     begin = first_chunk + tl.program_id(0)
     next_row = tl.load(row_of_chunk_ptr + begin, mask=begin < last_chunk, other=0)
     for chunk in range(begin, last_chunk, tl.num_programs(0)):
@@ -282,7 +284,7 @@ def encode_(
 
 
 def undo_accumulate_(table: ChunkTable, payload_B: Tensor, hints_C: Tensor, settings: Settings, verdict: Tensor) -> None:
-    """Unless ``verdict`` (int32) is 0, take back ``m <- decay * m + gradient_scale * T(g)``, but for the chunks that were
+    """If ``verdict`` (int32) is REFUSED, take back ``m <- decay * m + gradient_scale * T(g)``, but for the chunks that were
     left alone, which ``hints_C`` knows. A decay of 0 gives 0."""
     decay = 1 / settings.decay if settings.decay else 0.0
     inverse = settings._replace(decay=decay, gradient_scale=-settings.gradient_scale * decay)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinwire.kernels.bits import to_dtype
 from thinwire.kernels.decode import num_lanes, read_records
-from thinwire.kernels.encode import Settings, undo_accumulate_
+from thinwire.kernels.encode import REFUSED, Settings, undo_accumulate_
 from thinwire.kernels.table import (
     FIRST_CHUNK,
     FIRST_RECORD,
@@ -38,7 +38,7 @@ def _give_back_kernel(
     HAS_SCALE: tl.constexpr,
 ):  # fmt: skip
     """``m[index] += value * unit`` for all that the own records say."""
-    last = tl.where(tl.load(verdict_ptr) == 0, 0, num_chunks)
+    last = tl.where(tl.load(verdict_ptr) == REFUSED, num_chunks, 0)
     batch = tl.arange(0, BATCH)
     lane = tl.arange(0, BLOCK_LANES)[None, :]
     for first in range(tl.program_id(0) * BATCH, last, tl.num_programs(0) * BATCH):
@@ -62,7 +62,7 @@ def _give_back_kernel(
 def give_back_(
     table: ChunkTable, codec: ChunkCodec, payload_B: Tensor, offset_bytes: int, units_C: Tensor, verdict: Tensor
 ) -> None:
-    """Return what a payload took from the momenta, unless ``verdict`` (int32) is 0."""
+    """Return what a payload took from the momenta, if ``verdict`` (int32) is REFUSED."""
     lanes = num_lanes(codec)
     batch = max(1, _LANES_AT_ONCE // lanes)
     with launching(payload_B.device):
@@ -93,6 +93,6 @@ def undo_(
     settings: Settings,
     verdict: Tensor,
 ) -> None:
-    """Take `encode.encode_` back, to the rounding of momentum plus gradient, unless ``verdict`` (int32) is 0."""
+    """Take `encode.encode_` back, to the rounding of momentum plus gradient, if ``verdict`` (int32) is REFUSED."""
     give_back_(table, codec, payload_B, offset_bytes, units_C, verdict)
     undo_accumulate_(table, payload_B, hints_C, settings, verdict)

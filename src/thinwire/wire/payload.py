@@ -16,7 +16,8 @@ from thinwire.core.errors import PayloadError
 
 MAGIC = b"TWIR"
 VERSION = 3
-_FLAG_GAVE_UP = 1
+FLAG_GAVE_UP = 1
+FLAG_CALLS_MEETING = 2
 DIGEST_BYTES = 16
 # magic, version, flags, digest, step, replica, bucket, fingerprint, problem, checksum
 _HEADER = struct.Struct("<4sHH16sQIIQQQ")
@@ -27,8 +28,20 @@ PLACE_WORD = 4
 PROBLEM_WORD = 6
 CHECKSUM_WORD = 7
 FIRST_WORD = int.from_bytes(struct.pack("<4sHH", MAGIC, VERSION, 0), "little")
-"""The first word of every payload that may be applied."""
+"""The first word of every payload, without its flags."""
+FLAGS_BIT = 48
+"""Where the flags begin in the first word."""
 _NO_TENSOR = 0xFFFFFFFF
+
+
+class Verdict(enum.IntEnum):
+    """What becomes of a step, the graver the larger."""
+
+    FINE = 0
+    DAMAGED = 1
+    """A payload is bad: nothing is applied or taken back before it is settled whose payloads count."""
+    REFUSED = 2
+    """Nobody takes it."""
 
 
 class Problem(enum.IntEnum):
@@ -74,11 +87,13 @@ class Header:
     trouble: Trouble = Trouble()
     gave_up: bool = False
     """The sender failed at this step: the body means nothing and nobody must apply it."""
+    calls_meeting: bool = False
+    """The sender wants all to meet before the next step, so that others can join."""
 
     def pack(self) -> bytes:
         """The 64 bytes, with a checksum of 0."""
         place = (self.digest, self.step, self.replica, self.bucket)
-        flags = _FLAG_GAVE_UP if self.gave_up else 0
+        flags = FLAG_GAVE_UP * self.gave_up + FLAG_CALLS_MEETING * self.calls_meeting
         return _HEADER.pack(MAGIC, VERSION, flags, *place, self.fingerprint, self.trouble.pack(), 0)
 
 
@@ -138,7 +153,7 @@ def read_header(raw: bytes, found_checksum: int, expected: Header) -> Header:
         "replica": (replica, expected.replica),
         "bucket": (bucket, expected.bucket),
         "checksum": (stated, found_checksum % 2**64),
-        "flags": (flags & ~_FLAG_GAVE_UP, 0),
+        "flags": (flags & ~(FLAG_GAVE_UP | FLAG_CALLS_MEETING), 0),
         "problem": (problem, problem if trouble is not None else 0),
         "step": (step, expected.step if digest == expected.digest else step),
     }
@@ -146,4 +161,5 @@ def read_header(raw: bytes, found_checksum: int, expected: Header) -> Header:
         if found != wanted:
             who = f"the payload of replica {expected.replica} (step {expected.step}, bucket {expected.bucket})"
             raise PayloadError(f"{who} has {name} {found!r}, expected {wanted!r}")
-    return Header(digest, step, replica, bucket, fingerprint, trouble or Trouble(), bool(flags & _FLAG_GAVE_UP))
+    said = bool(flags & FLAG_GAVE_UP), bool(flags & FLAG_CALLS_MEETING)
+    return Header(digest, step, replica, bucket, fingerprint, trouble or Trouble(), *said)

@@ -1,0 +1,88 @@
+"""The replicas that train together, as one of them knows them: how they are reached, and what all have agreed on."""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.attempt import Attempt, announce_plan
+from thinwire.core.errors import ThinwireError
+from thinwire.exchange.agreement import AllGather, hold_roll_call
+from thinwire.exchange.collective import default_transport, is_distributed
+from thinwire.exchange.plan import ExchangePlan, digest_of
+from thinwire.exchange.traffic import Traffic
+from thinwire.exchange.transport import Transport, metered
+from thinwire.gradients import check_own_gradients
+from thinwire.wire.payload import Header
+
+
+class Company:
+    """``process_group`` or ``transport`` leads to the others; with neither, the default group does, if there is one."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None, transport: Transport | None, timeout_seconds: float) -> None:
+        if transport is not None and process_group is not None:
+            raise ValueError("pass process_group or transport, not both")
+        self.transport = transport or default_transport(process_group, timeout_seconds)
+        self.traffic = Traffic()
+        self.received = ""
+        """What all must have received at the last step, as a hash."""
+        self._waits_for_group = transport is None and process_group is None and not is_distributed()
+        self._has_compared = False
+        self._agreed_plan: ExchangePlan
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is only this replica."""
+        return self.transport.num_replicas == 1
+
+    @property
+    def compares(self) -> bool:
+        """Whether to look if all replicas have the same gradients, which has not been done yet."""
+        return not self.is_alone and not self._has_compared
+
+    @property
+    def all_gather(self) -> AllGather:
+        """Everyone's messages, counted as traffic of the step at hand."""
+        return metered(self.transport, self.traffic)
+
+    def header(self, description: Sequence[str], step: int) -> Header:
+        """This replica's for a step. Alone, nobody compares digests."""
+        return Header(digest_of(description if not self.is_alone else ()), step, self.transport.replica, 0)
+
+    def agree(self, plan: ExchangePlan, description: Sequence[str]) -> None:
+        """Compare descriptions with all replicas; raises on all of them if they differ."""
+        if not self.is_alone:
+            hold_roll_call(description, metered(self.transport, self.traffic.setup))
+        self._agreed_plan = plan
+
+    def has_agreed_on(self, plan: ExchangePlan) -> bool:
+        """Whether it is the plan that all know of."""
+        return plan.digest == self._agreed_plan.digest
+
+    def renew(self, plan: ExchangePlan, header: Header, description: Sequence[str]) -> None:
+        """Before a step: if the plan is a new one, all must have it from this step on."""
+        if self._waits_for_group and is_distributed() and dist.get_world_size() > 1:
+            raise ThinwireError(
+                "torch.distributed was initialised after DeMo was built, so this replica would train alone; "
+                "call init_process_group first, or pass process_group"
+            )
+        if self.is_alone:
+            return
+        if not self._agreed_plan.buckets:
+            hold_roll_call(description, self.all_gather)  # no payload would tell
+        elif not self.has_agreed_on(plan):
+            # All replicas must change their plan at the same step, and must learn it if one of them did not.
+            announce_plan(self._agreed_plan.buckets, header, description, self.transport, self.traffic)
+        self._agreed_plan = plan
+
+    def first_troubled(self, attempt: Attempt, parameters: Sequence[Tensor]) -> Header | None:
+        """What keeps a replica from a step; None: all can take it. Raises on every replica if they must not go on."""
+        headers = attempt.check()
+        self.received = attempt.received
+        for header in headers:
+            if header.trouble.problem:
+                return header
+        if attempt.compares and not attempt.refused:
+            fingerprints = [header.fingerprint for header in headers]
+            self._has_compared = check_own_gradients(fingerprints, self.transport.num_replicas, parameters)
+        return None
