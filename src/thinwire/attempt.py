@@ -20,7 +20,7 @@ from thinwire.exchange.agreement import AllGather, name_the_difference
 from thinwire.exchange.plan import Bucket
 from thinwire.exchange.sharding import align_gradient, is_sharded
 from thinwire.exchange.traffic import Traffic
-from thinwire.exchange.transport import Pending, Transport, metered
+from thinwire.exchange.transport import Pending, Transport, elastic, metered
 from thinwire.gradients import fingerprint, first_trouble
 from thinwire.local_step import Encoding, LocalStep
 from thinwire.sealing import empty_findings, inspect_, open_, read_findings, seal_
@@ -54,6 +54,8 @@ class Attempt:
         self._pending: list[Pending] = []
         self._sent_gradients: list[tuple[int, Tensor | None, float]] = []
         self._is_told = self._is_late = False
+        self._is_left_open = elastic(transport) is not None
+        """Whether it is left as it is when its exchange fails: others may have taken the step, and all will meet."""
         self._event: torch.cuda.Event | None = None
         self.num_sent = 0
         self.said: list[Header] = []
@@ -133,6 +135,8 @@ class Attempt:
         except BaseException as error:
             for _, encoding in self._buckets:
                 encoding.is_safe = False  # an exchange that failed may still write to it
+            if isinstance(error, ExchangeError) and self._is_left_open:
+                raise
             self.take_back_()
             if not isinstance(error, ThinwireError):
                 self.give_up_()
@@ -187,7 +191,7 @@ class Attempt:
                     self.refused.setdefault(replica, found)
                 else:
                     headers.append(found)
-        if self.refused and (not self._drops or self._transport.replica in self.refused):
+        if self.refused and (not self._drops or self.header.replica in self.refused):
             raise next(iter(self.refused.values()))
         headers = [header for header in headers if header.replica not in self.refused]
         received.update(repr(sorted(self.refused)).encode())
@@ -200,15 +204,28 @@ class Attempt:
 
     def apply_(self, decoding: Decoding) -> None:
         """Apply the payloads of all that are not refused."""
-        counted = [replica for replica in range(self._transport.num_replicas) if replica not in self.refused]
         for bucket, encoding in self._buckets:
-            payloads_RB = encoding.payloads_RB[counted] if self.refused else encoding.payloads_RB
+            payloads_RB = encoding.payloads_RB
+            if self.refused:
+                payloads_RB = payloads_RB[[row for row in range(len(payloads_RB)) if row not in self.refused]]
             self._local.apply_(bucket, self._groups, payloads_RB, decoding)
 
     def apply_late_(self, decoding: Decoding) -> None:
         """After `finish_on_device_`, where the device has left it to the host to say whose payloads count."""
         self._local.set_verdict_(Verdict.FINE)
         self.apply_(decoding)
+
+    @property
+    def payloads(self) -> list[Tensor]:
+        """Everyone's, bucket by bucket."""
+        return [encoding.payloads_RB for _, encoding in self._buckets]
+
+    def catch_up_(self, decoding: Decoding) -> None:
+        """Apply the payloads that another replica has applied, and has now given to this one."""
+        self._pending.clear()
+        self._inspect_()
+        self.check()
+        self.apply_late_(decoding)
 
     def take_back_(self) -> None:
         """Undo what was encoded; or, where that was a step ago and its gradients are gone, return what was sent."""

@@ -1,12 +1,14 @@
 """The replicas that train together, as one of them knows them: how they are reached, and what all have agreed on."""
 
+import logging
+from collections import Counter
 from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.attempt import Attempt, announce_plan
-from thinwire.core.errors import ThinwireError
+from thinwire.core.errors import ThinwireError, check_float
 from thinwire.exchange.agreement import AllGather, hold_roll_call
 from thinwire.exchange.collective import default_transport, is_distributed
 from thinwire.exchange.plan import ExchangePlan, digest_of
@@ -15,17 +17,23 @@ from thinwire.exchange.transport import Transport, metered
 from thinwire.gradients import check_own_gradients
 from thinwire.wire.payload import Header
 
+_log = logging.getLogger("thinwire")
+
 
 class Company:
     """``process_group`` or ``transport`` leads to the others; with neither, the default group does, if there is one."""
 
     def __init__(self, process_group: dist.ProcessGroup | None, transport: Transport | None, timeout_seconds: float) -> None:
+        check_float("timeout_seconds", timeout_seconds, 1e-3)
         if transport is not None and process_group is not None:
             raise ValueError("pass process_group or transport, not both")
         self.transport = transport or default_transport(process_group, timeout_seconds)
         self.traffic = Traffic()
+        self.refused: Counter[int] = Counter()
         self.received = ""
         """What all must have received at the last step, as a hash."""
+        self.is_meeting_called = False
+        """Whether a replica wanted, at the last step, that all meet."""
         self._waits_for_group = transport is None and process_group is None and not is_distributed()
         self._has_compared = False
         self._agreed_plan: ExchangePlan
@@ -45,9 +53,10 @@ class Company:
         """Everyone's messages, counted as traffic of the step at hand."""
         return metered(self.transport, self.traffic)
 
-    def header(self, description: Sequence[str], step: int) -> Header:
+    def header(self, description: Sequence[str], step: int, calls_meeting: bool) -> Header:
         """This replica's for a step. Alone, nobody compares digests."""
-        return Header(digest_of(description if not self.is_alone else ()), step, self.transport.replica, 0)
+        digest = digest_of(() if self.is_alone else description)
+        return Header(digest, step, self.transport.replica, 0, calls_meeting=calls_meeting)
 
     def agree(self, plan: ExchangePlan, description: Sequence[str]) -> None:
         """Compare descriptions with all replicas; raises on all of them if they differ."""
@@ -79,6 +88,10 @@ class Company:
         """What keeps a replica from a step; None: all can take it. Raises on every replica if they must not go on."""
         headers = attempt.check()
         self.received = attempt.received
+        self.is_meeting_called = any(header.calls_meeting for header in headers)
+        for replica, why in attempt.refused.items():
+            self.refused[replica] += 1
+            _log.warning("%s; it does not count at step %d", why, attempt.header.step)
         for header in headers:
             if header.trouble.problem:
                 return header

@@ -16,7 +16,6 @@ from thinwire.core.errors import DriftError, check_choice, check_int
 from thinwire.exchange.agreement import AllGather
 from thinwire.exchange.sharding import Island
 from thinwire.exchange.transport import Transport
-from thinwire.slabs import LocalTensor
 
 _log = logging.getLogger("thinwire")
 ON_DRIFT = ("raise", "warn", "repair")
@@ -48,7 +47,7 @@ class DriftCheck:
 
     def run(
         self,
-        tensors: Sequence[tuple[str, LocalTensor]],
+        tensors: Sequence[tuple[str, Tensor]],
         num_steps: int,
         transport: Transport,
         all_gather: AllGather,
@@ -59,7 +58,7 @@ class DriftCheck:
         ``policy`` goes before that of every check."""
         policy = self.policy if policy is None else check_choice("policy", policy, ON_DRIFT)
         began = time.perf_counter()
-        same = self._same(list(_named(tensors)), num_steps, transport, all_gather, island, policy)
+        same = self._same(list(tensors), num_steps, transport, all_gather, island, policy)
         self.num_checks += 1
         self.num_differences += not same
         self.seconds += time.perf_counter() - began
@@ -99,15 +98,6 @@ class DriftCheck:
             raise DriftError(f"{words}; on_drift='repair' copies the majority's")
         _log.warning("%s%s", words, "; they were given the majority's" if policy == "repair" else "")
         return False
-
-
-def _named(tensors: Sequence[tuple[str, LocalTensor]]) -> list[tuple[str, Tensor]]:
-    """All that must be the same on all replicas."""
-    found = []
-    for name, local in tensors:
-        found.append((name, local.parameter.detach()))
-        found += [(f"{name} ({kind})", state) for kind, state in local.rule_state.items()]
-    return found
 
 
 def hash_of(tensor: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class LocalStep:
     """The tensors of one replica, and what a step does with them, bucket by bucket."""
 
     def __init__(self, plan: ExchangePlan, tensors: Sequence[LocalTensor], backend: str = "auto") -> None:
-        self.tensors = tensors
+        self.tensors, self._names = tensors, [spec.name for spec in plan.tensors]
         self.backends: set[str] = set()
         """Those in use."""
         self.verdicts: dict[torch.device, Tensor] = {}
@@ -60,6 +60,24 @@ class LocalStep:
         for bucket in plan.buckets:
             for stack in bucket.stacks:
                 self.steps[stack] = self._step_for(stack, bucket, plan, backend)
+
+    @property
+    def sources(self) -> list[Tensor]:
+        """The parameters, as the model has them."""
+        return [local.source for local in self.tensors]
+
+    def replicated(self) -> list[tuple[str, Tensor]]:
+        """All that must be the same on all replicas, with names."""
+        found = []
+        for name, local in zip(self._names, self.tensors, strict=True):
+            found.append((name, local.parameter.detach()))
+            found += [(f"{name} ({kind})", state) for kind, state in local.rule_state.items()]
+        return found
+
+    def clear_residual_(self) -> None:
+        """Begin with empty momenta."""
+        for local in self.tensors:
+            local.momentum_CE.zero_()
 
     @property
     def is_fused(self) -> bool:

@@ -1,8 +1,7 @@
 """DeMo as a `torch.optim.Optimizer`: `DeMo.step` reads as the algorithm does."""
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakMethod
@@ -15,7 +14,7 @@ from thinwire import checkpoint
 from thinwire.attempt import Attempt
 from thinwire.company import Company
 from thinwire.core.combine import COMBINE_RULES, Decoding
-from thinwire.core.errors import ReceivedDifferentlyError, ThinwireError, check_bool, check_choice, check_float, check_int
+from thinwire.core.errors import ExchangeError, ReceivedDifferentlyError, ThinwireError, check_bool, check_choice, check_int
 from thinwire.delay import Delay
 from thinwire.drift import DriftCheck
 from thinwire.exchange.agreement import RECEIVED
@@ -24,9 +23,10 @@ from thinwire.exchange.sharding import find_island
 from thinwire.exchange.transport import Transport
 from thinwire.gradients import tell_trouble
 from thinwire.local_step import BACKENDS, Encoding, LocalStep
-from thinwire.options import PUBLISHED_OPTIONS, check_group, check_parameter
+from thinwire.membership import membership_of
+from thinwire.options import PUBLISHED_OPTIONS, check_group
 from thinwire.overlap import Overlap, check_nothing_changed
-from thinwire.planning import copy_first_parameters, describe, group_step, plan_and_tensors, signature_of, specs_of
+from thinwire.planning import check_members, copy_first_parameters, describe, group_step, plan_and_tensors, signature_of
 from thinwire.stack_step import GroupStep
 from thinwire.wire.payload import Header
 
@@ -128,7 +128,6 @@ class DeMo(Optimizer):
         self._overlap: Overlap | None = None
         self._delay = Delay(delay, look_ahead)
         self.drift = DriftCheck(check_drift_every, on_drift)
-        check_float("timeout_seconds", timeout_seconds, 1e-3)
         self._backend = check_choice("backend", backend, BACKENDS)
         group_options: dict[str, Any] = {"lr": lr, "momentum_decay": momentum_decay, "chunk": chunk, "topk": topk}
         group_options |= {"weight_decay": weight_decay, "update": update, "values": values, "betas": betas, "eps": eps}
@@ -138,14 +137,15 @@ class DeMo(Optimizer):
         self._is_ready = False
         super().__init__(params, group_options)
         self._num_skipped_steps = 0
-        self.refused_payloads: Counter[int] = Counter()
-        """How many payloads of which replica did not count."""
         self._unsettled: Attempt | None = None
         self._encodings: dict[int, list[Encoding]] = {}
         self._turn = 0
         self._timeout_seconds = timeout_seconds
         self._company = Company(process_group, transport, timeout_seconds)
         self._transport, self.traffic = self._company.transport, self._company.traffic
+        self.refused_payloads = self._company.refused
+        """How many payloads of which replica did not count."""
+        self._membership = membership_of(self._transport, delay)
         self._is_ready = True
         self._rebuild()
         self._agree_and_synchronise(self.param_groups)
@@ -202,7 +202,8 @@ class DeMo(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         try:
-            self._step_together()
+            while not self._try_step():
+                pass
         except BaseException:
             # A GradScaler removes these itself only where step() returns; left behind they would scale the next step twice.
             vars(self).pop("grad_scale", None)
@@ -210,18 +211,26 @@ class DeMo(Optimizer):
             raise
         return loss
 
-    def _step_together(self) -> None:
-        while not self._try_step():
-            pass
-
     def _try_step(self) -> bool:
-        """False: the replicas had to be made alike first, and all try again."""
+        """False: the replicas had to meet or to be made alike first, and all try again."""
         try:
             self._attempt_step()
         except ReceivedDifferentlyError as error:
             self._make_alike(error)
             return False
+        except ExchangeError as error:
+            if not self._membership.can_change:
+                raise
+            _log.warning("%s; the replicas meet", error)
+            return self._membership.meet_(self, is_broken=True)
         return True
+
+    def meet(self, carried: Sequence[torch.Tensor] = ()) -> None:
+        """Where replicas come and go (`thinwire.parallel.elastic`): meet the others and take over their parameters and
+        step. To be called once, when model and optimizer are as this replica would start by itself; and whenever an exchange
+        of the caller's own has failed. ``carried`` are tensors that a newcomer takes over, too, such as buffers."""
+        self._membership.carried = carried or self._membership.carried
+        self._membership.meet_(self, is_broken=not self._membership.is_newcomer)
 
     def _make_alike(self, error: ReceivedDifferentlyError) -> None:
         """The last step was not the same for all replicas: all take over what most of them hold, where they can."""
@@ -261,16 +270,22 @@ class DeMo(Optimizer):
         with self._delay.dropped_on_error(), attempt.taken_back_on_error():
             with self.island.told_of_failure():
                 attempt.receive_()
-                troubled = self._company.first_troubled(attempt, self._sources)
+                troubled = self._company.first_troubled(attempt, self._local.sources)
             troubled = self.island.first_troubled(attempt.header, troubled)
         if troubled is not None:
             attempt.take_back_()
+            self._ended(None)
             self._handle_trouble(troubled)
             return
-        self._note_refused(attempt)
         with self._delay.at_true_parameters(self._local.tensors):
             attempt.apply_(self._decoding)
         self._count(1)
+        self._ended(attempt)
+
+    def _ended(self, attempt: Attempt | None) -> None:
+        self._membership.end(attempt)
+        if self._membership.can_change and attempt is not None:
+            self._turn ^= 1  # the payloads of the last step are kept, for those who lack them
 
     @torch.no_grad()
     def drain(self) -> None:
@@ -296,28 +311,19 @@ class DeMo(Optimizer):
             self._unsettled = attempt  # interrupted: it is not known yet
             raise
         try:
-            troubled = self._company.first_troubled(attempt, self._sources)
+            troubled = self._company.first_troubled(attempt, self._local.sources)
         except BaseException as error:
             self._count(-1)
             if not isinstance(error, ReceivedDifferentlyError):
                 raise
             self._make_alike(error)
             return
+        self._ended(attempt if troubled is None else None)
         if troubled is not None:
             self._count(-1)
             self._handle_trouble(troubled)
         elif attempt.refused:
-            self._note_refused(attempt)
             attempt.apply_late_(self._decoding)
-
-    @property
-    def _sources(self) -> list[torch.Tensor]:
-        return [local.source for local in self._local.tensors]
-
-    def _note_refused(self, attempt: Attempt) -> None:
-        for replica, why in attempt.refused.items():
-            self.refused_payloads[replica] += 1
-            _log.warning("%s; it does not count at step %d", why, attempt.header.step)
 
     def _count(self, steps: int) -> None:
         for group in self.param_groups:
@@ -335,6 +341,8 @@ class DeMo(Optimizer):
         self.synchronize()
         self.traffic.start_step()
         self._refresh()
+        if self._membership.is_newcomer or self._company.is_meeting_called:
+            self._membership.meet_(self, is_broken=False)
         self._company.renew(self._plan, *self._header())
         if self.num_replicas > 1 and self.drift.is_due(self.num_steps):
             self.check_drift()
@@ -343,14 +351,14 @@ class DeMo(Optimizer):
     def check_drift(self, policy: str | None = None) -> bool:
         """Compare the parameters of all replicas; collective. Whether they are the same; if not, do as ``policy`` says,
         ``on_drift`` unless it is given."""
-        named = list(zip((spec.name for spec in self._plan.tensors), self._local.tensors, strict=True))
-        return self.drift.run(named, self.num_steps, self._transport, self._company.all_gather, self.island, policy)
+        wires = (self._transport, self._company.all_gather, self.island)
+        return self.drift.run(self._local.replicated(), self.num_steps, *wires, policy)
 
     def _begin_early(self) -> Attempt | None:
         """The attempt of the step to come, during backward; None if something has changed that `step()` must see to."""
         self.synchronize()
         is_as_planned = signature_of(self.param_groups, self.state) == self._planned_signature
-        if not is_as_planned or not self._company.has_agreed_on(self._plan):
+        if not is_as_planned or self._company.is_meeting_called or not self._company.has_agreed_on(self._plan):
             return None
         self._prepare()
         return self._attempt()
@@ -375,7 +383,9 @@ class DeMo(Optimizer):
             place = (self.replica, self.num_replicas)
             self._encodings[self._turn] = [self._local.empty(bucket, *place) for bucket in self._plan.buckets]
         buckets = list(zip(self._plan.buckets, self._encodings[self._turn], strict=True))
-        return Attempt(buckets, self._local, groups, header, description, self._transport, self.traffic, *options)
+        attempt = Attempt(buckets, self._local, groups, header, description, self._transport, self.traffic, *options)
+        self._membership.begin(attempt)
+        return attempt
 
     @property
     def _num_under_way(self) -> int:
@@ -386,7 +396,7 @@ class DeMo(Optimizer):
         # Alone, nobody compares digests.
         description = self._description() if self.num_replicas > 1 else []
         number = self.num_steps + self._num_under_way + 1
-        return self._company.header(description, number), description
+        return self._company.header(description, number, self._membership.calls_meeting), description
 
     def _group_step(self, group: dict[str, Any]) -> GroupStep:
         return group_step(group, self._from_scaler("grad_scale"), self._num_under_way)
@@ -401,10 +411,13 @@ class DeMo(Optimizer):
         tell_trouble(header, [spec.name for spec in self._plan.tensors], self._on_nonfinite == "raise")
         self._num_skipped_steps += 1
 
-    def _description(self) -> list[str]:
-        facts = {"step": self.num_steps, RECEIVED: self._company.received, **self._decoding._asdict(), **self.drift.facts}
+    def _description(self, is_of_step: bool = True) -> list[str]:
+        """What all replicas must share, at this step or all the time."""
+        facts = {**self._decoding._asdict(), **self.drift.facts}
         facts |= {"on_nonfinite": self._on_nonfinite, "on_bad_payload": self._on_bad_payload}
-        return describe(self._plan, self.param_groups, facts)
+        if is_of_step:
+            facts |= {"step": self.num_steps, RECEIVED: self._company.received}
+        return describe(self._plan, self.param_groups if is_of_step else (), facts)
 
     def _agree_and_synchronise(self, groups: list[dict[str, Any]]) -> None:
         """Compare descriptions with all replicas, then take over replica 0's parameters."""
@@ -425,11 +438,7 @@ class DeMo(Optimizer):
         group = self.param_groups[-1]
         group["num_steps"] = 0
         try:
-            if len(set(map(id, group["params"]))) < len(group["params"]):
-                raise ValueError("a parameter group holds the same parameter twice")
-            for spec, parameter in specs_of(group, len(self.param_groups) - 1):
-                if parameter.requires_grad:
-                    check_parameter(parameter, spec.name)
+            check_members(group, len(self.param_groups) - 1)
             if self._is_ready:
                 self._rebuild()
                 self._agree_and_synchronise([group])
@@ -452,15 +461,14 @@ class DeMo(Optimizer):
         self._plan, tensors = plan_and_tensors(self.param_groups, self.state, self._num_buckets)
         self._local = LocalStep(self._plan, tensors, self._backend)
         self._planned_signature = signature_of(self.param_groups, self.state)
-        named = zip((spec.name for spec in self._plan.tensors), (local.source for local in tensors), strict=True)
+        named = zip((spec.name for spec in self._plan.tensors), self._local.sources, strict=True)
         self.island = find_island(named, getattr(self._transport, "ranks", ()))
         self._encodings.clear()
         if self._overlap is not None:
             self._overlap.remove()
             self._overlap = None
-        if self._overlaps and self.num_replicas > 1:
-            parameters = [local.source for local in tensors]
-            self._overlap = Overlap(self._plan, parameters, WeakMethod(self._begin_early))
+        if self._overlaps and (self.num_replicas > 1 or self._membership.can_change):
+            self._overlap = Overlap(self._plan, self._local.sources, WeakMethod(self._begin_early))
 
     # Checkpoints.
 

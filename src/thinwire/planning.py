@@ -86,6 +86,15 @@ def _local_tensor(plan: ExchangePlan, index: int, parameter: Tensor, group: Grou
     return local
 
 
+def check_members(group: Group, index: int) -> None:
+    """Raise unless DeMo can train every parameter of a group that requires a gradient."""
+    if len(set(map(id, group["params"]))) < len(group["params"]):
+        raise ValueError("a parameter group holds the same parameter twice")
+    for spec, parameter in specs_of(group, index):
+        if parameter.requires_grad:
+            check_parameter(parameter, spec.name)
+
+
 def group_step(group: Group, grad_scale: float | None, num_under_way: int) -> GroupStep:
     """What a group does at the step to come; gradients are larger by ``grad_scale``, if a GradScaler says so."""
     lr = float(lr_of(group))  # type: ignore[arg-type]

@@ -83,15 +83,25 @@ class CollectiveTransport:
 
     def begin_gather(self, gathered_RB: Tensor, what: str) -> dist.Work:
         """Hand an all-gather to the group."""
-        return self._start(lambda: _all_gather(gathered_RB.view(-1), gathered_RB[self.replica], self._group), what)
+        return self._start(lambda: self._all_gather(gathered_RB.view(-1), gathered_RB[self.replica]), what)
+
+    def _all_gather(self, everyone: Tensor, mine: Tensor) -> dist.Work | None:
+        # torch 2.13 renames all_gather_into_tensor to all_gather_single and warns of the old name, which 2.11 still needs.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work: dist.Work | None = gather(everyone, mine, group=self._group, async_op=True)
+        return work
+
+    def _broadcast(self, flat: Tensor, source: int) -> dist.Work | None:
+        rank = dist.get_global_rank(self._group, source)
+        work: dist.Work | None = dist.broadcast(flat, rank, self._group, async_op=True)
+        return work
 
     def broadcast_(self, tensor: Tensor, what: str, source: int = 0) -> None:
         """Overwrite ``tensor`` with one replica's, as bytes, since no backend knows every dtype."""
         self._begin_staged()
         buffer = tensor.detach().to(self._device or tensor.device).contiguous()
         flat = buffer.view(-1).view(torch.uint8)
-        rank = dist.get_global_rank(self._group, source)
-        work = self._start(lambda: dist.broadcast(flat, rank, self._group, async_op=True), what)
+        work = self._start(lambda: self._broadcast(flat, source), what)
         self.wait_for(work, what, flat.is_cuda)
         if buffer.data_ptr() != tensor.data_ptr():
             tensor.copy_(buffer)
@@ -199,13 +209,6 @@ class _Roster:
 
     def _key(self, replica: int) -> str:
         return f"{self._prefix}/{replica}"
-
-
-def _all_gather(everyone: Tensor, mine: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-    # torch 2.13 renames all_gather_into_tensor to all_gather_single and warns of the old name, which 2.11 still needs.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: dist.Work | None = gather(everyone, mine, group=group, async_op=True)
-    return work
 
 
 def _store_of(group: dist.ProcessGroup) -> Store | None:

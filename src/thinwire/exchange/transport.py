@@ -4,8 +4,8 @@ A transport moves equally long uint8 tensors and knows nothing of what is in the
 that fails raises `ExchangeError` naming the replicas that did not come.
 """
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
 
 from torch import Tensor
 
@@ -49,6 +49,39 @@ class Transport(Protocol):
     def broadcast_(self, tensor: Tensor, what: str, source: int = 0) -> None:
         """Overwrite ``tensor`` with that of one replica."""
         ...
+
+
+class Elastic(Transport, Protocol):
+    """A transport whose replicas may come and go, but only when all of them meet."""
+
+    @property
+    def meeting(self) -> int:
+        """Which meeting the present company comes from; later ones have larger numbers, and 0 means none yet."""
+        ...
+
+    @property
+    def members(self) -> Sequence[str]:
+        """The names of all replicas, in replica order."""
+        ...
+
+    @property
+    def is_meeting_due(self) -> bool:
+        """Whether it is time to let others in."""
+        ...
+
+    def meet(self, is_broken: bool, is_running: bool) -> bool:
+        """Find out who is there and connect to them; whether it is a new company, or newly connected. ``is_broken``: the old
+        connections cannot be used. ``is_running``: this replica has trained, and need not wait for all to come."""
+        ...
+
+    def copy_(self, tensor: Tensor, what: str, source: int, targets: Sequence[int]) -> None:
+        """Overwrite ``tensor`` on ``targets`` with that of ``source``; the others need not take part."""
+        ...
+
+
+def elastic(transport: Transport) -> Elastic | None:
+    """The transport, if its replicas may come and go."""
+    return cast(Elastic, transport) if hasattr(transport, "meet") else None
 
 
 def all_gather(transport: Transport, message_B: Tensor, what: str) -> Tensor:

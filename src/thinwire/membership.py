@@ -1,0 +1,214 @@
+"""Replicas that come and go: after a meeting, all that are there hold the same parameters and are at the same step.
+
+When an exchange fails, some replicas may have all payloads of a step and have applied them while others have not. What a
+replica holds is named by its *standing*: the meeting in whose company it took its last step, and how many steps it has
+taken. The latest standing counts. Who lacks exactly the step that it had a part in gets the payloads of that step, which are
+few bytes; everyone else whose standing is older, and every newcomer, gets parameters and state from one that is up to date.
+"""
+
+import logging
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from thinwire.attempt import Attempt
+from thinwire.core.errors import AgreementError, ExchangeError, ThinwireError
+from thinwire.exchange.agreement import name_the_difference
+from thinwire.exchange.plan import digest_of
+from thinwire.exchange.transport import Elastic, Transport, elastic, metered
+
+if TYPE_CHECKING:
+    from thinwire.optimizer import DeMo
+
+_log = logging.getLogger("thinwire")
+_MAGIC = b"TWST"
+# magic, newcomer, meeting and number of the last step, meeting of the attempt under way, digest
+_STANDING = struct.Struct("<4sI3q16s")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a replica tells the others about itself when they meet."""
+
+    is_newcomer: bool
+    meeting: int
+    num_steps: int
+    attempted: int
+    """The meeting in whose company it attempted the next step; 0: it has not."""
+    digest: bytes
+
+    @property
+    def content(self) -> tuple[int, int]:
+        """What names the parameters that it holds."""
+        return self.meeting, self.num_steps
+
+    def can_follow(self, source: "Standing") -> bool:
+        """Whether it lacks nothing but the payloads of the step that the source took last."""
+        return not self.is_newcomer and (self.attempted, self.num_steps + 1) == source.content
+
+    def pack(self) -> Tensor:
+        """As bytes."""
+        raw = _STANDING.pack(_MAGIC, self.is_newcomer, self.meeting, self.num_steps, self.attempted, self.digest)
+        return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+    @classmethod
+    def unpack(cls, row_B: Tensor, replica: int) -> "Standing":
+        """Of what a replica sent."""
+        magic, is_newcomer, meeting, num_steps, attempted, digest = _STANDING.unpack(row_B.cpu().numpy().tobytes())
+        if magic != _MAGIC or is_newcomer > 1 or min(meeting, num_steps, attempted) < 0:
+            raise ExchangeError(f"replica {replica} told its standing in other bytes; does it run the same version?")
+        return cls(bool(is_newcomer), meeting, num_steps, attempted, digest)
+
+
+class Fixed:
+    """The membership of replicas that stay the same."""
+
+    is_newcomer = calls_meeting = can_change = False
+    carried: Sequence[Tensor] = ()
+
+    def begin(self, attempt: Attempt) -> None:
+        """Nobody will ask."""
+
+    def end(self, attempt: Attempt | None) -> None:
+        """Nobody will ask."""
+
+    def meet_(self, optimizer: "DeMo", is_broken: bool) -> bool:
+        """There is nobody else to meet."""
+        return False
+
+
+class Membership:
+    """This replica among others that come and go."""
+
+    can_change = True
+
+    def __init__(self, transport: Elastic) -> None:
+        self._transport = transport
+        self.is_newcomer = True
+        self.carried: Sequence[Tensor] = ()
+        """What newcomers are given beside the optimizer's own."""
+        self._meeting = 0
+        self._attempt: Attempt | None = None
+        self._attempted = 0
+        self._applied: Attempt | None = None
+
+    @property
+    def calls_meeting(self) -> bool:
+        """Whether this replica, being the first, thinks that it is time to let others in."""
+        return self._transport.replica == 0 and self._transport.is_meeting_due
+
+    def begin(self, attempt: Attempt) -> None:
+        """Take note of an attempt at a step; if its exchange fails, it is left as it is until the next meeting."""
+        self._attempt, self._attempted = attempt, self._transport.meeting
+
+    def end(self, attempt: Attempt | None) -> None:
+        """The attempt was applied, or taken back (None)."""
+        if attempt is not None:
+            self._applied, self._meeting = attempt, self._transport.meeting
+        self._attempt, self._attempted = None, 0
+
+    def meet_(self, optimizer: "DeMo", is_broken: bool) -> bool:
+        """Meet those who are there, and become alike. ``is_broken``: the wires to the others cannot be used any more.
+
+        Whether the step that was attempted has been taken meanwhile, here or by the others; False: all try it (again).
+        """
+        if not optimizer.island.is_one_rank:
+            raise ThinwireError("sharded replicas cannot come and go; start again from a checkpoint")
+        while True:
+            optimizer._company.is_meeting_called = False
+            if not self._transport.meet(is_broken, not self.is_newcomer):
+                return False
+            try:
+                return self._become_alike_(optimizer)
+            except ExchangeError as error:
+                _log.warning("%s; the replicas meet again", error)
+                is_broken = True
+
+    def _become_alike_(self, optimizer: "DeMo") -> bool:
+        transport, description = self._transport, optimizer._description(is_of_step=False)
+        all_gather = metered(transport, optimizer.traffic.setup)
+        num_steps = max(int(group["num_steps"]) for group in optimizer.param_groups)
+        mine = Standing(self.is_newcomer, self._meeting, num_steps, self._attempted, digest_of(description))
+        standings = [Standing.unpack(row, number) for number, row in enumerate(all_gather(mine.pack(), "standings"))]
+        source = max(range(len(standings)), key=lambda one: (standings[one].content, not standings[one].is_newcomer, -one))
+        best = standings[source]
+        self._check_alike(standings, source, description, optimizer)
+        stale = [r for r, one in enumerate(standings) if r != source and (one.is_newcomer or one.content != best.content)]
+        followers = [r for r in stale if standings[r].can_follow(best)]
+        copiers = [r for r in stale if r not in followers]
+        _log.info("replicas %s meet after step %d; %s catch up, %s start from a copy",
+                  transport.members, best.num_steps, followers, copiers)  # fmt: skip
+        is_taken = self._settle_attempt_(optimizer, source, followers, copiers)
+        if copiers:
+            self._copy_(optimizer, source, copiers)
+        if transport.replica in stale:
+            self._meeting = best.meeting
+        self.is_newcomer = False
+        optimizer._encodings.clear()  # of as many replicas as there were
+        optimizer._company.received = f"meeting {transport.meeting}"
+        return is_taken
+
+    def _check_alike(
+        self, standings: Sequence[Standing], source: int, description: Sequence[str], optimizer: "DeMo"
+    ) -> None:
+        """Those who train something else than the source must go; the others meet again without them."""
+        others = [number for number, one in enumerate(standings) if one.digest != standings[source].digest]
+        if not others:
+            return
+        try:
+            name_the_difference(description, metered(self._transport, optimizer.traffic.setup))
+        except AgreementError as error:
+            if self._transport.replica in others:
+                raise
+            raise ExchangeError(f"replicas {others} train something else ({error})") from error
+
+    def _settle_attempt_(self, optimizer: "DeMo", source: int, followers: list[int], copiers: list[int]) -> bool:
+        """What becomes of the attempt whose exchange failed: whether its step is taken."""
+        attempt, own = self._attempt, self._transport.replica
+        if followers and own in (source, *followers):
+            known = self._applied if own == source else attempt
+            if known is None:
+                raise ThinwireError("a replica lacks a step whose payloads nobody has; start again from a checkpoint")
+            for payloads_RB in known.payloads:
+                self._transport.copy_(payloads_RB, "payloads of the last step", source, followers)
+        if attempt is None:
+            return own in copiers
+        if own in followers:
+            attempt.catch_up_(optimizer._decoding)
+            optimizer._count(1)
+            self.end(attempt)
+            return True
+        if own in copiers:
+            # The gradient stays in the momentum, and so does what was sent: nobody has received it.
+            attempt.be_late().take_back_()
+        else:
+            attempt.take_back_()
+        self.end(None)
+        return own in copiers
+
+    def _copy_(self, optimizer: "DeMo", source: int, copiers: list[int]) -> None:
+        """Parameters, the state of their rules, counts, and what is carried along. No residual momentum: it is each
+        replica's own, and a newcomer has none."""
+        own = self._transport.replica
+        counts = torch.tensor([int(group["num_steps"]) for group in optimizer.param_groups])
+        tensors = [tensor for _, tensor in optimizer._local.replicated()]
+        for tensor in [*tensors, counts, *self.carried]:
+            self._transport.copy_(tensor, f"copy of replica {source}'s state", source, copiers)
+        if own not in copiers:
+            return
+        for group, count in zip(optimizer.param_groups, counts.tolist(), strict=True):
+            group["num_steps"] = count
+        if self.is_newcomer:
+            optimizer._local.clear_residual_()
+
+
+def membership_of(transport: Transport, delay: int) -> Membership | Fixed:
+    """What kind of membership a transport has."""
+    reach = elastic(transport)
+    if reach is not None and delay:
+        raise ValueError(f"delay={delay} does not go with a transport whose replicas come and go; leave it out")
+    return Fixed() if reach is None else Membership(reach)
