@@ -136,6 +136,7 @@ class Attempt:
             for _, encoding in self._buckets:
                 encoding.is_safe = False  # an exchange that failed may still write to it
             if isinstance(error, ExchangeError) and self._is_left_open:
+                self._pending.clear()
                 raise
             self.take_back_()
             if not isinstance(error, ThinwireError):

@@ -68,7 +68,9 @@ class Fixed:
     """The membership of replicas that stay the same."""
 
     is_newcomer = calls_meeting = can_change = False
+    num_copies = met_after = 0
     carried: Sequence[Tensor] = ()
+    facts: Sequence[str] = ()
 
     def begin(self, attempt: Attempt) -> None:
         """Nobody will ask."""
@@ -91,6 +93,11 @@ class Membership:
         self.is_newcomer = True
         self.carried: Sequence[Tensor] = ()
         """What newcomers are given beside the optimizer's own."""
+        self.facts: Sequence[str] = ()
+        self.num_copies = 0
+        """How often this replica was given the state of another."""
+        self.met_after = 0
+        """After how many steps of the optimizer the last meeting was."""
         self._meeting = 0
         self._attempt: Attempt | None = None
         self._attempted = 0
@@ -144,10 +151,12 @@ class Membership:
                   transport.members, best.num_steps, followers, copiers)  # fmt: skip
         is_taken = self._settle_attempt_(optimizer, source, followers, copiers)
         if copiers:
-            self._copy_(optimizer, source, copiers)
+            # After a restart of all, each has its own residual momentum from the checkpoint that all started from.
+            is_restart = best.is_newcomer and best.num_steps > 0
+            self._copy_(optimizer, source, copiers, is_restart and mine.content == best.content)
         if transport.replica in stale:
             self._meeting = best.meeting
-        self.is_newcomer = False
+        self.is_newcomer, self.met_after = False, best.num_steps
         optimizer._encodings.clear()  # of as many replicas as there were
         optimizer._company.received = f"meeting {transport.meeting}"
         return is_taken
@@ -190,7 +199,7 @@ class Membership:
         self.end(None)
         return own in copiers
 
-    def _copy_(self, optimizer: "DeMo", source: int, copiers: list[int]) -> None:
+    def _copy_(self, optimizer: "DeMo", source: int, copiers: list[int], keeps_residual: bool) -> None:
         """Parameters, the state of their rules, counts, and what is carried along. No residual momentum: it is each
         replica's own, and a newcomer has none."""
         own = self._transport.replica
@@ -202,7 +211,8 @@ class Membership:
             return
         for group, count in zip(optimizer.param_groups, counts.tolist(), strict=True):
             group["num_steps"] = count
-        if self.is_newcomer:
+        self.num_copies += 1
+        if self.is_newcomer and not keeps_residual:
             optimizer._local.clear_residual_()
 
 

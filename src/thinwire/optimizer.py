@@ -145,7 +145,7 @@ class DeMo(Optimizer):
         self._transport, self.traffic = self._company.transport, self._company.traffic
         self.refused_payloads = self._company.refused
         """How many payloads of which replica did not count."""
-        self._membership = membership_of(self._transport, delay)
+        self.membership = membership_of(self._transport, delay)
         self._is_ready = True
         self._rebuild()
         self._agree_and_synchronise(self.param_groups)
@@ -213,24 +213,31 @@ class DeMo(Optimizer):
 
     def _try_step(self) -> bool:
         """False: the replicas had to meet or to be made alike first, and all try again."""
+        self.synchronize()
+        is_called = self.membership.is_newcomer or self._company.is_meeting_called
+        if is_called and self.membership.meet_(self, is_broken=False):
+            return True  # this replica was given another's parameters, and has no gradients of them
         try:
             self._attempt_step()
+            return True
         except ReceivedDifferentlyError as error:
             self._make_alike(error)
             return False
         except ExchangeError as error:
-            if not self._membership.can_change:
+            if not self.membership.can_change:
                 raise
             _log.warning("%s; the replicas meet", error)
-            return self._membership.meet_(self, is_broken=True)
-        return True
+        # Not above, where the error holds on to connections that the others must see closed.
+        return self.membership.meet_(self, is_broken=True)
 
-    def meet(self, carried: Sequence[torch.Tensor] = ()) -> None:
-        """Where replicas come and go (`thinwire.parallel.elastic`): meet the others and take over their parameters and
-        step. To be called once, when model and optimizer are as this replica would start by itself; and whenever an exchange
-        of the caller's own has failed. ``carried`` are tensors that a newcomer takes over, too, such as buffers."""
-        self._membership.carried = carried or self._membership.carried
-        self._membership.meet_(self, is_broken=not self._membership.is_newcomer)
+    def meet(self, carried: Sequence[torch.Tensor] = (), facts: Sequence[str] = ()) -> None:
+        """Where replicas come and go (`thinwire.parallel.elastic`): meet the others, and take over their parameters and
+        step. To be called once, when model and optimizer are as this replica would start by itself; and again, without
+        arguments, when an exchange of the caller's own has failed. ``carried`` are tensors that a newcomer takes over, too,
+        such as buffers; ``facts`` are lines that must be the same on all replicas."""
+        self.membership.carried = carried or self.membership.carried
+        self.membership.facts = facts or self.membership.facts
+        self.membership.meet_(self, is_broken=not self.membership.is_newcomer)
 
     def _make_alike(self, error: ReceivedDifferentlyError) -> None:
         """The last step was not the same for all replicas: all take over what most of them hold, where they can."""
@@ -283,8 +290,8 @@ class DeMo(Optimizer):
         self._ended(attempt)
 
     def _ended(self, attempt: Attempt | None) -> None:
-        self._membership.end(attempt)
-        if self._membership.can_change and attempt is not None:
+        self.membership.end(attempt)
+        if self.membership.can_change and attempt is not None:
             self._turn ^= 1  # the payloads of the last step are kept, for those who lack them
 
     @torch.no_grad()
@@ -341,8 +348,6 @@ class DeMo(Optimizer):
         self.synchronize()
         self.traffic.start_step()
         self._refresh()
-        if self._membership.is_newcomer or self._company.is_meeting_called:
-            self._membership.meet_(self, is_broken=False)
         self._company.renew(self._plan, *self._header())
         if self.num_replicas > 1 and self.drift.is_due(self.num_steps):
             self.check_drift()
@@ -358,7 +363,8 @@ class DeMo(Optimizer):
         """The attempt of the step to come, during backward; None if something has changed that `step()` must see to."""
         self.synchronize()
         is_as_planned = signature_of(self.param_groups, self.state) == self._planned_signature
-        if not is_as_planned or self._company.is_meeting_called or not self._company.has_agreed_on(self._plan):
+        is_called = self.membership.is_newcomer or self._company.is_meeting_called
+        if not is_as_planned or is_called or not self._company.has_agreed_on(self._plan):
             return None
         self._prepare()
         return self._attempt()
@@ -384,7 +390,7 @@ class DeMo(Optimizer):
             self._encodings[self._turn] = [self._local.empty(bucket, *place) for bucket in self._plan.buckets]
         buckets = list(zip(self._plan.buckets, self._encodings[self._turn], strict=True))
         attempt = Attempt(buckets, self._local, groups, header, description, self._transport, self.traffic, *options)
-        self._membership.begin(attempt)
+        self.membership.begin(attempt)
         return attempt
 
     @property
@@ -396,7 +402,7 @@ class DeMo(Optimizer):
         # Alone, nobody compares digests.
         description = self._description() if self.num_replicas > 1 else []
         number = self.num_steps + self._num_under_way + 1
-        return self._company.header(description, number, self._membership.calls_meeting), description
+        return self._company.header(description, number, self.membership.calls_meeting), description
 
     def _group_step(self, group: dict[str, Any]) -> GroupStep:
         return group_step(group, self._from_scaler("grad_scale"), self._num_under_way)
@@ -417,7 +423,7 @@ class DeMo(Optimizer):
         facts |= {"on_nonfinite": self._on_nonfinite, "on_bad_payload": self._on_bad_payload}
         if is_of_step:
             facts |= {"step": self.num_steps, RECEIVED: self._company.received}
-        return describe(self._plan, self.param_groups if is_of_step else (), facts)
+        return [*describe(self._plan, self.param_groups if is_of_step else (), facts), *self.membership.facts]
 
     def _agree_and_synchronise(self, groups: list[dict[str, Any]]) -> None:
         """Compare descriptions with all replicas, then take over replica 0's parameters."""
@@ -467,7 +473,7 @@ class DeMo(Optimizer):
         if self._overlap is not None:
             self._overlap.remove()
             self._overlap = None
-        if self._overlaps and (self.num_replicas > 1 or self._membership.can_change):
+        if self._overlaps and (self.num_replicas > 1 or self.membership.can_change):
             self._overlap = Overlap(self._plan, self._local.sources, WeakMethod(self._begin_early))
 
     # Checkpoints.

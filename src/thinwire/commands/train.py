@@ -13,7 +13,7 @@ from rich.console import Console
 
 from thinwire.core.errors import CheckpointError
 from thinwire.parallel.group import leave
-from thinwire.parallel.launch import LAUNCHED, launch
+from thinwire.parallel.launch import LAUNCHED, launch, launch_elastic
 from thinwire.parallel.mesh import parse_mesh
 from thinwire.parallel.place import Place, find_place
 from thinwire.training import recipes
@@ -23,6 +23,8 @@ from thinwire.training.config_file import RECIPE_KEY, as_toml, override, read_fi
 from thinwire.training.errors import TrainingError
 from thinwire.training.resuming import check_unchanged
 
+# A replica that dies more often than this has something wrong with it.
+_MOST_RESTARTS = 100
 _OPTIMIZER_SETTINGS = frozenset(setting.name for section, setting in all_fields() if section == "optim")
 
 
@@ -67,7 +69,7 @@ def command(arguments: list[str]) -> int:
         describe(config, num_replicas, Console())
         return 0
     folder = _choose_folder(asked, place)
-    if place.launcher == "none" and num_replicas > 1:
+    if place.launcher == "none" and num_replicas > 1 and not config.launch.lighthouse:
         return _start_replicas(arguments, folder, num_replicas, asked)
     return _train_here(asked, place, folder)
 
@@ -75,6 +77,8 @@ def command(arguments: list[str]) -> int:
 def _num_replicas(config: TrainConfig, place: Place, arguments: Sequence[str] = ()) -> int:
     """How many processes there are, or are to be."""
     wanted, mesh = config.launch.replicas, config.launch.mesh
+    if config.launch.lighthouse:
+        return wanted
     if mesh:
         in_mesh, asked = parse_mesh(mesh).num_ranks, _peek(arguments, "--replicas")
         if asked is not None and asked != str(in_mesh):
@@ -164,8 +168,20 @@ def _choose_folder(asked: TrainCommand, place: Place) -> Path:
 def _start_replicas(arguments: list[str], folder: Path, num_replicas: int, asked: TrainCommand) -> int:
     """Start local replicas with the same options, but for the folder, which they could not choose alike."""
     out = [] if asked.resume is not None else [f"--out={folder}"]
-    launch(["train", *arguments, *out], num_replicas, asked.settings.launch.port)
+    settings = asked.settings.launch
+    if not settings.elastic:
+        launch(["train", *arguments, *out], num_replicas, settings.port)
+        return 0
+    threads = settings.threads or max(1, _num_cores() // num_replicas)
+    least = settings.min_replicas or num_replicas // 2 + 1
+    restarts = _MOST_RESTARTS if settings.on_loss == "continue" else 0
+    folder.mkdir(parents=True, exist_ok=True)
+    launch_elastic(["train", *arguments, *out, f"--threads={threads}"], num_replicas, settings.port, least, restarts)
     return 0
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _SteadyConsole(Console):
@@ -182,13 +198,12 @@ def _train_here(asked: TrainCommand, place: Place, folder: Path) -> int:
     from thinwire.training.report import finish
 
     config = asked.settings
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(config.launch.threads or max(1, cores // place.num_local_replicas))
+    torch.set_num_threads(config.launch.threads or max(1, _num_cores() // place.num_local_replicas))
     is_launched = LAUNCHED in os.environ
     job = Job(config, place, folder, asked.resume is not None, asked.residual, os.getppid() if is_launched else None)
     console = _SteadyConsole()
     outcome = run_replica(job, console)
-    if place.replica == 0:
+    if outcome.is_first:
         finish(outcome, console)
     leave()
     # Under a launcher a clean stop is a success; the launcher knows about the signal.

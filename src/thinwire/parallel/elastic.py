@@ -34,8 +34,6 @@ from thinwire.exchange.transport import Done, Pending
 _log = logging.getLogger("thinwire")
 _PIECE_BYTES = 1 << 24
 _CONNECT = timedelta(seconds=10)
-# How long one question to the lighthouse may wait; then it is asked again, since it may be gone for good.
-_QUESTION = timedelta(seconds=10)
 _PAUSE_SECONDS = 0.2
 
 
@@ -144,7 +142,8 @@ class ElasticTransport(CollectiveTransport):
                 self._beats.start()
             return self._client.quorum(
                 replica_id=self._name,
-                timeout=_QUESTION,
+                # Not less: a question that is given up still counts as asked, and its answer reaches nobody.
+                timeout=timedelta(seconds=self._patience_seconds),
                 store_address=f"{self._own_host}:{self._store.port}",
                 data=facts,
             )
@@ -258,7 +257,9 @@ class ElasticTransport(CollectiveTransport):
         return work
 
     def _failure(self, what: str, waited_seconds: float, error: RuntimeError) -> ExchangeError:
-        return ExchangeError(f"{what}: lost a replica after {waited_seconds:.1f} s ({first_line(error)})")
+        # gloo's own words begin with a file of its source, and end with advice.
+        reason = first_line(error).split("] ", 1)[-1].split(". ", 1)[0]
+        return ExchangeError(f"{what}: lost a replica after {waited_seconds:.1f} s ({reason})")
 
 
 class _Failed:

@@ -5,11 +5,14 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -21,12 +24,20 @@ from thinwire.core.errors import ThinwireError
 LAUNCHED = "THINWIRE_LAUNCHED"
 # Until a replica listens to Ctrl-C itself, it may end without the traceback of an import.
 _START = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); from thinwire.cli import main; main()"
+_START_ONE = "from thinwire.parallel.launch import start_one; start_one()"
+# How long a replica may be silent before it counts as gone, and how long a meeting waits for one that is not.
+_HEARTBEAT_SECONDS = 3
+_STRAGGLER_SECONDS = 30
 # After Ctrl-C: a large checkpoint over a slow disk takes its time.
 _SHUTDOWN_SECONDS = 600
 
 
 class ReplicaError(ThinwireError):
-    """A replica ended with an error; the message is that error."""
+    """A replica ended with an error; the message is that error. ``has_died``: it could not say so itself."""
+
+    def __init__(self, message: str, has_died: bool = False) -> None:
+        super().__init__(message)
+        self.has_died = has_died
 
 
 class InterruptedRunError(ThinwireError):
@@ -58,11 +69,73 @@ def launch(arguments: Sequence[str], num_replicas: int, port: int) -> None:
     try:
         elastic_launch(config, sys.executable)("-c", _START, *arguments)
     except ChildFailedError as error:
-        raise ReplicaError(_describe(*error.get_first_failure())) from None
+        raise _describe(*error.get_first_failure()) from None
     except SignalException as error:
         raise InterruptedRunError(int(error.sigval)) from None
     finally:
         logging.disable(logging.NOTSET)
+
+
+def launch_elastic(arguments: Sequence[str], num_replicas: int, port: int, min_replicas: int, most_restarts: int) -> None:
+    """Run ``thinwire ARGUMENTS`` as replicas that come and go: a lighthouse here, and for each replica a launcher of its own
+    that starts it again when it dies. Returns when all have ended; raises unless one of them came to the end."""
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(
+        bind=f"127.0.0.1:{_usable_port(port)}",
+        min_replicas=min_replicas,
+        join_timeout_ms=_STRAGGLER_SECONDS * 1000,
+        heartbeat_timeout_ms=_HEARTBEAT_SECONDS * 1000,
+    )
+    address = f"127.0.0.1:{lighthouse.address().rsplit(':', 1)[1]}"
+    command = [sys.executable, "-c", _START_ONE, str(most_restarts)]
+    replicas = [
+        subprocess.Popen([*command, *arguments, f"--lighthouse={address}", f"--slot={slot}"]) for slot in range(num_replicas)
+    ]
+    asked = 0
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = number
+        for replica in replicas:
+            replica.send_signal(number)
+
+    before = {kind: signal.signal(kind, pass_on) for kind in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        codes = [replica.wait() for replica in replicas]
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+        for replica in replicas:
+            replica.kill()
+        lighthouse.shutdown()
+    if asked:
+        raise InterruptedRunError(asked)
+    if all(codes):
+        raise ReplicaError("no replica came to the end; the lines above say why")
+
+
+def start_one() -> None:
+    """What the launcher of a single replica does; its first argument is how often it may start it anew."""
+    most_restarts, *arguments = sys.argv[1:]
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    for num_restarts in range(int(most_restarts) + 1):
+        try:
+            launch(arguments, 1, 0)
+            return
+        except InterruptedRunError as error:
+            sys.exit(128 + error.signal_number)
+        except ThinwireError as error:
+            print(f"thinwire: {error}", file=sys.stderr)
+            # What it could say itself (a wrong setting, a full disk) would only happen again.
+            if not getattr(error, "has_died", False) or num_restarts == int(most_restarts):
+                sys.exit(1)
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def record_error(message: str, error_file: str) -> None:
@@ -82,10 +155,10 @@ def _usable_port(port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-def _describe(rank: int, failure: ProcessFailure) -> str:
+def _describe(rank: int, failure: ProcessFailure) -> ReplicaError:
     data = failure.error_file_data
     if data and isinstance(data.get("message"), dict):
-        return str(data["message"]["message"])
+        return ReplicaError(str(data["message"]["message"]))
     if failure.exitcode < 0:
-        return f"replica {rank} was killed by {signal.Signals(-failure.exitcode).name}"
-    return f"replica {rank} ended with exit code {failure.exitcode}"
+        return ReplicaError(f"replica {rank} was killed by {signal.Signals(-failure.exitcode).name}", has_died=True)
+    return ReplicaError(f"replica {rank} ended with exit code {failure.exitcode}", has_died=True)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from thinwire.core.errors import CheckpointError
 from thinwire.exchange.transport import Transport, all_gather
-from thinwire.parallel.listing import check_files, list_files, reason, tell_problems, together
+from thinwire.parallel.listing import check_files, list_files, listed_files, reason, tell_problems, together
 from thinwire.parallel.state_files import read_state, write_state
 
 _log = logging.getLogger("thinwire")
@@ -56,10 +56,19 @@ class RunState:
 class Checkpoints:
     """The checkpoints of one run folder, as one replica sees them. Making one is collective."""
 
-    def __init__(self, run_folder: Path, transport: Transport) -> None:
+    def __init__(self, run_folder: Path, transport: Transport, slot: int | None = None) -> None:
         self._folder = run_folder / "checkpoints"
-        self._transport = transport
-        self.is_keeper = self._find_keeper() == transport.replica
+        self._transport, self._slot = transport, slot
+        if slot is None:
+            self.is_keeper = self._find_keeper() == transport.replica
+        else:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self.is_keeper = slot == 0
+
+    @property
+    def number(self) -> int:
+        """What this replica's part is called: by its slot, if replicas come and go."""
+        return self._transport.replica if self._slot is None else self._slot
 
     def _find_keeper(self) -> int:
         """The first of the replicas that see this folder: each leaves a mark in it and looks for the others'."""
@@ -89,6 +98,9 @@ class Checkpoints:
     ) -> Path:
         """Write one, then let ``last``, and ``best`` if it is, point to it. All replicas raise if one could not write."""
         partial, final = self._folder / f"{_name(run.step)}.partial", self._folder / _name(run.step)
+        if self._slot is not None:
+            self.is_keeper = self._find_keeper() == self._transport.replica
+            self.clean()
         with self._together(run.step, partial):
             self._write(partial, run, state, write_model)
         with self._together(run.step, partial):
@@ -103,22 +115,21 @@ class Checkpoints:
         return final
 
     def _together(self, step: int, partial: Path) -> AbstractContextManager[None]:
-        what = f"replica {self._transport.replica} could not write {partial.parent}"
+        what = f"replica {self.number} could not write {partial.parent}"
         return together(self._transport, what, partial, f"no checkpoint at step {step}")
 
     def _write(
         self, partial: Path, run: RunState, state: Callable[[], dict[str, Any]], write_model: Callable[[Path], None]
     ) -> None:
-        replica = self._transport.replica
-        own = partial / f"replica-{replica}"
+        own = partial / f"replica-{self.number}"
         own.mkdir(parents=True)
         (own / "run.json").write_text(json.dumps(asdict(run), indent=1) + "\n")
         write_state(state(), own / "state")
         written = [own]
-        if replica == 0:
+        if self._transport.replica == 0:
             write_model(partial / "model")
             written.append(partial / "model")
-        list_files(partial, replica, written)
+        list_files(partial, self.number, written)
 
     def _link(self, name: str, target: str) -> None:
         link = self._folder / f"{name}.new"
@@ -158,14 +169,25 @@ class Checkpoints:
                 _log.warning("%s; the checkpoint before it is tried", problems[0])
         raise CheckpointError(problems[0])
 
+    def newest_here(self) -> tuple[Path, RunState] | None:
+        """The newest undamaged checkpoint that this replica sees, without asking the others."""
+        for step in available_steps(self._folder.parent):
+            checkpoint = self._folder / _name(step)
+            damage = self._damage_to(checkpoint)
+            if not damage:
+                return checkpoint, read_run(checkpoint, self.number)
+            _log.warning("%s; the checkpoint before it is tried", damage)
+        return None
+
     def _damage_to(self, checkpoint: Path) -> str:
         """What is wrong with this replica's files; empty if nothing is, or it has none there."""
-        own = f"replica-{self._transport.replica}"
-        names = [own] if (checkpoint / own).is_dir() else []
+        own = f"replica-{self.number}"
         try:
-            read_run(checkpoint, self._transport.replica)
-            for name in [*names, "model"] if self._transport.replica == 0 else names:
-                check_files(checkpoint, self._transport.replica, name)
+            read_run(checkpoint, self.number)
+            if (checkpoint / own).is_dir():
+                check_files(checkpoint, self.number, own)
+            if self._transport.replica == 0:
+                check_model(checkpoint)
         except CheckpointError as error:
             return str(error)
         return ""
@@ -187,6 +209,13 @@ class Checkpoints:
     def replicas_here(self, checkpoint: Path) -> list[int]:
         """Whose states this disk has."""
         return sorted(int(path.parent.name.removeprefix("replica-")) for path in checkpoint.glob("replica-*/state"))
+
+
+def check_model(checkpoint: Path) -> None:
+    """Refuse a checkpoint whose model is damaged; whoever was the first replica wrote it."""
+    writers = sorted(int(path.stem.removeprefix("files-")) for path in checkpoint.glob("files-*.json"))
+    writer = next((one for one in writers if listed_files(checkpoint, one, "model")), 0)
+    check_files(checkpoint, writer, "model")
 
 
 def _name(step: int) -> str:

@@ -101,6 +101,8 @@ class OptimConfig:
     """DeMo: steps between checks that all replicas hold the same parameters; 0: none."""
     on_drift: Literal["raise", "warn", "repair"] = "raise"
     """DeMo: what to do if they do not; repair copies what most of them hold."""
+    on_bad_payload: Literal["drop", "raise"] = "drop"
+    """DeMo: what to do about a payload that is damaged or forged; drop lets the others count."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """DeMo: what computes its step: triton (fused kernels, NVIDIA GPUs), torch (any device), or the fastest that runs."""
     overlap: bool = False
@@ -175,6 +177,18 @@ class LaunchConfig:
     """Port on which local replicas find each other; 0: a free one."""
     timeout_seconds: float = 300.0
     """The longest wait for another replica."""
+    elastic: bool = False
+    """Let local replicas come and go: the others go on without one that dies or is late, and it is started again."""
+    lighthouse: str = ""
+    """HOST:PORT of a torchft lighthouse: be one of --replicas replicas that come and go, on this machine or others."""
+    slot: int = 0
+    """With --lighthouse: which of the replicas this is, from 0; no two may have the same."""
+    min_replicas: int = 0
+    """With --elastic or --lighthouse: fewer do not go on; 0: more than half of all."""
+    on_loss: Literal["continue", "stop"] = "continue"
+    """With --elastic or --lighthouse: when a replica is lost, go on without it, or stop with a checkpoint."""
+    meet_every_seconds: float = 30.0
+    """With --elastic or --lighthouse: how often replicas that are back, or new, are let in."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +216,7 @@ _AT_LEAST_ONE = (
 )
 _AT_LEAST_ZERO = (
     *("mlp_width", "vocab_size", "micro_batch", "warmup_steps", "seed", "eval_examples", "checkpoint_every"),
-    *("print_every", "sample_tokens", "threads", "port", "check_drift_every"),
+    *("print_every", "sample_tokens", "threads", "port", "check_drift_every", "slot", "min_replicas"),
 )
 _FROM_ZERO_TO_ONE = ("momentum_decay", "beta1", "beta2", "final_lr_share")
 
@@ -219,6 +233,7 @@ def check(config: TrainConfig, num_replicas: int) -> None:
     for name in ("lr", "weight_decay", "clip"):
         check_float(name, values[name], 0.0)
     check_float("timeout_seconds", values["timeout_seconds"], 1.0)
+    check_float("meet_every_seconds", values["meet_every_seconds"], 0.0)
     check_float("validation", values["validation"], 1e-6, 0.9)
     check_choice("values", values["values"], ("auto", *VALUE_CODECS))
     if config.run.seed >= 2**32:
@@ -233,6 +248,7 @@ def check(config: TrainConfig, num_replicas: int) -> None:
         if values[name] and config.optim.optimizer != "demo":
             raise ValueError(f"{name} is an option of optimizer=demo, not of {config.optim.optimizer}")
     _check_mesh(config, num_replicas)
+    _check_elastic(config, num_replicas)
     _check_batch(config.schedule, num_replicas)
 
 
@@ -250,6 +266,22 @@ def _check_mesh(config: TrainConfig, num_ranks: int) -> None:
         raise ValueError(
             f"update=muon needs whole matrices, and mesh has shard={shape.shard}: use another rule, such as --update sign"
         )
+
+
+def _check_elastic(config: TrainConfig, num_replicas: int) -> None:
+    launch, optim = config.launch, config.optim
+    if not (launch.elastic or launch.lighthouse):
+        return
+    if optim.optimizer not in DECOUPLED_OPTIMIZERS:
+        raise ValueError(f"replicas can come and go with optimizer=demo, not with {optim.optimizer}")
+    if launch.mesh or optim.delay or launch.backend == "nccl":
+        name = "mesh" if launch.mesh else "delay" if optim.delay else "backend"
+        value = launch.mesh or optim.delay or launch.backend
+        raise ValueError(f"{name}={value!r} does not go with replicas that come and go; leave it out")
+    if launch.slot >= num_replicas:
+        raise ValueError(f"slot={launch.slot} must be below replicas={num_replicas}")
+    if launch.min_replicas > num_replicas:
+        raise ValueError(f"min_replicas={launch.min_replicas} must be at most replicas={num_replicas}")
 
 
 def _check_batch(schedule: ScheduleConfig, num_replicas: int) -> None:

@@ -32,6 +32,9 @@ _OWN_SETTINGS = (
     "port",
     "workers",
     "backend",
+    "slot",
+    "lighthouse",
+    "elastic",
     "tensorboard",
     "wandb",
     "dataset",
@@ -63,7 +66,8 @@ def choose_device(job: Job) -> torch.device:
         raise TrainingError("device=cuda, but torch sees no CUDA device here; use --device cpu")
     if wanted == "cpu" or num_gpus == 0:
         return torch.device("cpu")
-    device = torch.device("cuda", job.place.local_replica % num_gpus)
+    local_number = job.config.launch.slot if job.config.launch.lighthouse else job.place.local_replica
+    device = torch.device("cuda", local_number % num_gpus)
     torch.cuda.set_device(device)
     return device
 
@@ -87,9 +91,9 @@ def settle_folder(job: Job, transport: Transport) -> Job:
 
 
 @contextmanager
-def lock(folder: Path) -> Iterator[None]:
+def lock(folder: Path, name: str = ".lock") -> Iterator[None]:
     """Hold a run folder for one run at a time, as long as the context lasts or the process lives."""
-    with (folder / ".lock").open("w") as file:
+    with (folder / name).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -120,12 +124,16 @@ def seed_everything(seed: int) -> None:
 
 def agree(config: TrainConfig, data: Data, first_step: int, transport: Transport) -> None:
     """All replicas must train the same thing, on the same data, from the same step; a difference is named on all of them."""
-    if transport.num_replicas == 1:
-        return
+    if transport.num_replicas > 1:
+        lines = [*common_facts(config, data), f"first step: {first_step}"]
+        hold_roll_call(lines, lambda message, what: all_gather(transport, message, what))
+
+
+def common_facts(config: TrainConfig, data: Data) -> list[str]:
+    """Lines that must be the same on all replicas."""
     lines = [line for line in as_toml(config).splitlines() if line.split(" = ")[0] not in _OWN_SETTINGS]
     lines += [f"data: {data.description.split(': ', 1)[-1]}", f"fingerprint of the data: {_fingerprint(data)}"]
-    lines.append(f"first step: {first_step}")
-    hold_roll_call(lines, lambda message, what: all_gather(transport, message, what))
+    return lines
 
 
 def _fingerprint(data: Data) -> str:

@@ -39,6 +39,11 @@ class Journal:
         self._next_exchange = num_steps + 1
         self._began = time.perf_counter()
 
+    def restart(self, num_steps: int) -> None:
+        """Forget what was not exchanged, after replicas have come or gone: the others have not noted the same steps."""
+        self._losses.clear()
+        self._num_steps, self._next_exchange = num_steps, num_steps + 1
+
     def add(self, loss: Tensor) -> None:
         """Note the loss of the step that was just taken."""
         self._losses.append(loss)

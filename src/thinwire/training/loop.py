@@ -12,22 +12,34 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
-from thinwire.core.errors import CheckpointError
+from thinwire.core.errors import CheckpointError, ExchangeError
 from thinwire.exchange.collective import default_transport
-from thinwire.exchange.transport import Transport
+from thinwire.exchange.transport import Elastic, Transport, elastic
+from thinwire.parallel.elastic import TooFewReplicasError
 from thinwire.parallel.group import backend_name, join
-from thinwire.parallel.listing import check_files
 from thinwire.parallel.sharding import gather_whole, sharding_of
-from thinwire.training.checkpoints import Checkpoints, RunState
+from thinwire.training.attendance import Attendance, elastic_transport
+from thinwire.training.checkpoints import Checkpoints, RunState, check_model
 from thinwire.training.clock import Clock
 from thinwire.training.config import DECOUPLED_OPTIMIZERS
 from thinwire.training.config_file import as_toml
 from thinwire.training.errors import TrainingError
 from thinwire.training.evaluation import evaluate
 from thinwire.training.examples import Batch, Order, Stream
-from thinwire.training.job import Data, Job, agree, choose_device, load_data, lock, seed_everything, settle_folder, sizes_of
+from thinwire.training.job import (
+    Data,
+    Job,
+    agree,
+    choose_device,
+    common_facts,
+    load_data,
+    lock,
+    seed_everything,
+    settle_folder,
+    sizes_of,
+)
 from thinwire.training.journal import Journal
-from thinwire.training.methods import Method, build_method, lr_share
+from thinwire.training.methods import Decoupled, Method, build_method, lr_share
 from thinwire.training.models import build_model, loss_of, num_parameters
 from thinwire.training.reporter import Reporter
 from thinwire.training.stopping import StopRequest
@@ -46,6 +58,8 @@ class Outcome:
     seconds: dict[str, float]
     is_finished: bool
     stop_signal: int
+    is_first: bool
+    """Whether it is this replica that tells the rest of the world."""
 
 
 def run_replica(job: Job, console: Console) -> Outcome:
@@ -53,8 +67,11 @@ def run_replica(job: Job, console: Console) -> Outcome:
     disable_progress_bar()  # transformers' own would tear the display
     device = choose_device(job)
     seed_everything(job.config.run.seed)
-    transport = join(job.place, device, job.config.launch.backend, job.config.launch.timeout_seconds)
-    job = settle_folder(job, transport)
+    if job.config.launch.lighthouse:
+        transport: Transport = elastic_transport(job.config)
+    else:
+        transport = join(job.place, device, job.config.launch.backend, job.config.launch.timeout_seconds)
+        job = settle_folder(job, transport)
     with ExitStack() as stack:
         run = Run(job, device, transport, console, stack)
         run.train()
@@ -72,31 +89,57 @@ class Run:
         has_early_sync = device.type == "cuda" and is_decoupled and transport.num_replicas > 1 and backend_name() == "gloo"
         self._clock = Clock(torch.cuda.synchronize if has_early_sync else None)
         self._data = load_data(self._config)
-        self._checkpoints = Checkpoints(job.folder, transport)
-        if self._checkpoints.is_keeper:
-            stack.enter_context(lock(job.folder))
-        self._checkpoints.clean()
+        self._elastic = elastic(transport)
+        self._attendance: Attendance | None = None
+        # Replicas that come and go have a slot each, which says what part of the data they see.
+        launch = job.config.launch
+        place = (transport.replica, transport.num_replicas) if self._elastic is None else (launch.slot, launch.replicas)
+        self._number, num_shares = place
+        self._checkpoints = Checkpoints(job.folder, transport, None if self._elastic is None else self._number)
+        if self._elastic is None:
+            if self._checkpoints.is_keeper:
+                stack.enter_context(lock(job.folder))
+            self._checkpoints.clean()
+        else:
+            stack.enter_context(lock(job.folder, f".lock-{self._number}"))
         checkpoint, self._state = self._find_start()
-        agree(self._config, self._data, self._state.step, transport)
-        self._order = Order(
-            len(self._data.train),
-            self._config.schedule.batch,
-            transport.replica,
-            transport.num_replicas,
-            self._config.run.seed,
-        )
+        if self._elastic is None:
+            agree(self._config, self._data, self._state.step, transport)
+        sizes = (len(self._data.train), self._config.schedule.batch)
+        self._order = Order(*sizes, self._number, num_shares, self._config.run.seed)
         self._build_model(checkpoint)
         if checkpoint is not None:
             self._restore(checkpoint)
-        self._stream = Stream(self._data.train, self._order, self._state.position, self._config.data.workers)
-        stack.callback(self._stream.close)
+        if self._elastic is not None:
+            self._begin_attendance(self._elastic)
+        self._stack = stack
+        self._open_stream()
         self._start_reporting(console, stack)
         self._stop = stack.enter_context(StopRequest(job.parent, transport.replica == 0))
         self._clock.end_set_up()
 
+    def _open_stream(self) -> None:
+        self._stream = Stream(self._data.train, self._order, self._state.position, self._config.data.workers)
+        self._stack.callback(self._stream.close)
+
+    def _begin_attendance(self, transport: Elastic) -> None:
+        method = self._method
+        assert isinstance(method, Decoupled)
+        facts, buffers = common_facts(self._config, self._data), list(self._model.buffers())
+        self._attendance = Attendance(transport, method.optimizer, buffers, facts)
+        self._attendance.begin(self._state.step, self._state.position)
+        self._attendance.news()
+        self._state = dataclasses.replace(self._state, step=self._attendance.step, position=self._attendance.position)
+
     def _find_start(self) -> tuple[Path | None, RunState]:
         optimizer, num_replicas = self._config.optim.optimizer, self._transport.num_replicas
-        if not self._job.resume:
+        if self._elastic is not None:
+            num_replicas = self._config.launch.replicas
+            # A replica that was started again begins with the last checkpoint, and gets what came after it from the others.
+            found = self._checkpoints.newest_here()
+            if found is not None:
+                return found[0], dataclasses.replace(found[1], num_replicas=num_replicas)
+        if not self._job.resume or self._elastic is not None:
             return None, RunState(0, 0, num_replicas, optimizer, None, None, 0.0, 0, 0)
         checkpoint, state = self._checkpoints.load_run()
         if state.step >= self._config.schedule.steps:
@@ -115,7 +158,7 @@ class Run:
         self._model = build_model(self._config, sizes_of(self._data))
         if checkpoint is not None and self._transport.replica == 0:
             # The others get the weights from replica 0, as at the beginning of any run.
-            check_files(checkpoint, 0, "model")
+            check_model(checkpoint)
             kind: Any = type(self._model)
             loaded = kind.from_pretrained(checkpoint / "model", local_files_only=True, use_safetensors=True)
             self._model.load_state_dict(loaded.state_dict())
@@ -123,7 +166,7 @@ class Run:
             self._sharding.shard_(self._model, self._transport)
         self._model.to(self._device).train()
         # From here on, what is random (dropout) differs between replicas.
-        seed_everything(self._config.run.seed + 1 + self._transport.replica)
+        seed_everything(self._config.run.seed + 1 + self._number)
         compiled: Any = torch.compile(self._model) if self._config.model.compile else self._model
         self._callable_model: nn.Module = compiled
         reach = self._transport
@@ -132,10 +175,10 @@ class Run:
         self._method: Method = build_method(self._config.optim, self._model, self._callable_model, reach)
 
     def _restore(self, checkpoint: Path) -> None:
-        here, own = self._checkpoints.replicas_here(checkpoint), self._transport.replica
+        here, own = self._checkpoints.replicas_here(checkpoint), self._number
         is_exact = self._job.residual == "exact"
         has_own = own in here and is_exact
-        needs_own = not self._method.state_is_shared and is_exact
+        needs_own = not self._method.state_is_shared and is_exact and self._elastic is None
         state = self._checkpoints.load_state(checkpoint, own if has_own or needs_own else min(here, default=0))
         if has_own:
             torch.set_rng_state(state["random"])
@@ -143,6 +186,9 @@ class Run:
                 torch.cuda.set_rng_state(state["random_cuda"], self._device)
         for name, buffer in self._model.named_buffers():
             buffer.copy_(state["buffers"][name])
+        if isinstance(self._method, Decoupled) and self._elastic is not None:
+            self._method.load_own(state["optimizer"], has_own)
+            return
         if needs_own:
             states: Iterable[dict[str, Any]] = [state["optimizer"]]
         else:
@@ -159,10 +205,15 @@ class Run:
             aside = self._job.folder / "config.toml.new"
             aside.write_text(as_toml(self._config), encoding="utf-8")
             aside.replace(self._job.folder / "config.toml")
-        is_first = self._transport.replica == 0
-        self._reporter = Reporter(self._config, self._job.folder, self._state.step, is_first, self._waits_are_known, console)
+        facts = (self._is_first, self._waits_are_known)
+        self._reporter = Reporter(self._config, self._job.folder, self._state.step, *facts, console)
         stack.callback(self._reporter.close)
         self._introduce()
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether it is this replica that reports."""
+        return self._transport.replica == 0
 
     def _introduce(self) -> None:
         """Say what is about to be trained, and how."""
@@ -173,7 +224,8 @@ class Run:
         self._reporter.say(
             f"{self._config.model.architecture} with {num_parameters(self._model):,} parameters on {self._data.description}"
         )
-        backend = f" over {backend_name()}" if num_replicas > 1 else ""
+        carrier = backend_name() if self._elastic is None else "gloo"
+        backend = f" over {carrier}" if num_replicas > 1 else ""
         replicas = _count(num_replicas, "replica")
         if self._sharding is not None:
             shape = self._sharding.shape
@@ -186,22 +238,61 @@ class Run:
 
     def train(self) -> None:
         """Step after step, until all are taken or somebody asks to stop."""
-        schedule = self._config.schedule
         journal = Journal(self._transport, self._state.step)
-        if self._state.step == 0:
+        if self._state.step == 0 and self._attendance is None:
             self._evaluate()
-        for step in range(self._state.step, schedule.steps):
-            self._method.start_step(lr_share(schedule, step))
-            with self._clock.phase("data"):
-                batch = next(self._stream).to(self._device)
-            with self._clock.phase("forward and backward"):
-                loss = self._gradients(batch)
-            with self._clock.phase("optimizer"):
-                self._method.step()
-            journal.add(loss)
-            self._count_step(step + 1)
-            if self._look_up(journal):
-                break
+        is_done = False
+        while not is_done:
+            try:
+                is_at_end = self._state.step >= self._config.schedule.steps
+                is_done = self._look_up(journal) if is_at_end else self._step(journal)
+                continue
+            except ExchangeError as error:
+                if self._attendance is None or isinstance(error, TooFewReplicasError):
+                    raise
+                self._reporter.say(f"{error}; the replicas meet")
+            # It was no step that failed, but an evaluation, a checkpoint, or news. All leave it at that.
+            self._attendance.meet()
+            self._greet(journal, has_stepped=False)
+
+    def _step(self, journal: Journal) -> bool:
+        """One step, and what is due after it; whether the run ends here."""
+        step = self._state.step
+        self._method.start_step(lr_share(self._config.schedule, step))
+        with self._clock.phase("data"):
+            batch = next(self._stream).to(self._device)
+        with self._clock.phase("forward and backward"):
+            loss = self._gradients(batch)
+        with self._clock.phase("optimizer"):
+            self._method.step()
+        if self._attendance is not None and self._greet(journal, has_stepped=True):
+            return False
+        journal.add(loss)
+        self._count_step(step + 1)
+        return self._look_up(journal)
+
+    def _greet(self, journal: Journal, has_stepped: bool) -> bool:
+        """If replicas have come or gone: take note of it. Whether this one has nothing more to do for this step, since it
+        was given a later state, or only just caught up with the others."""
+        assert self._attendance is not None
+        has_met, is_copy, lost = self._attendance.news()
+        if not has_met:
+            return False
+        members = self._transport.num_replicas
+        self._reporter.appoint(self._is_first, self._attendance.step)
+        if is_copy:
+            position = self._attendance.position
+            self._state = dataclasses.replace(self._state, step=self._attendance.step, position=position)
+            self._stream.close()
+            self._open_stream()
+        self._reporter.say(f"{members} replicas after step {self._state.step}{f', without {lost}' if lost else ''}")
+        if lost and self._config.launch.on_loss == "stop":
+            self._stop.ask()
+        has_caught_up = has_stepped and not is_copy and not self._attendance.has_moved
+        if has_caught_up:
+            self._count_step(self._state.step + 1)
+        journal.restart(self._state.step)
+        return is_copy or has_caught_up
 
     def _gradients(self, batch: Batch) -> Tensor:
         """Gradients of the mean loss over this replica's share of the batch, clipped; returns that loss."""
@@ -233,6 +324,8 @@ class Run:
             sent_bytes=self._state.sent_bytes + traffic.sent_bytes,
             received_bytes=self._state.received_bytes + traffic.received_bytes,
         )
+        if self._attendance is not None:
+            self._attendance.count(step, self._stream.position)
 
     @property
     def _waits_are_known(self) -> bool:
@@ -242,9 +335,9 @@ class Run:
         return not self._method.state_is_shared and backend_name() == "gloo"
 
     def _look_up(self, journal: Journal) -> bool:
-        """Between two steps: exchange news, evaluate and save where it is time to. True: all replicas stop here."""
+        """Between two steps: exchange news, evaluate and save where it is time to. True: the run ends here."""
         run, step = self._config.run, self._state.step
-        is_last = step == self._config.schedule.steps
+        is_last = step >= self._config.schedule.steps
         evaluates = is_last or step % run.eval_every == 0
         saves = is_last or (run.checkpoint_every > 0 and step % run.checkpoint_every == 0)
         if not (journal.is_due or evaluates or saves):
@@ -261,8 +354,8 @@ class Run:
         is_best = evaluates and self._evaluate()
         if saves or is_best or news.stop:
             with self._clock.phase("checkpoints"):
-                self._save(is_best)
-        return news.stop
+                self._save(is_best, is_needed=self._attendance is None or is_last or news.stop)
+        return news.stop or is_last
 
     def _evaluate(self) -> bool:
         """Score the model; whether it is the best so far."""
@@ -283,12 +376,17 @@ class Run:
         self._reporter.evaluation(self._state.step, score)
         return is_best
 
-    def _save(self, is_best: bool) -> None:
+    def _save(self, is_best: bool, is_needed: bool) -> None:
         elapsed = self._state.elapsed_seconds + self._clock.elapsed_seconds
         state = dataclasses.replace(self._state, elapsed_seconds=elapsed)
         # All ranks take part in gathering, and rank 0 alone in writing.
         self._whole = gather_whole(self._model) if self._sharding is not None else None
-        self._checkpoints.save(state, self._replica_state, self._write_model, is_best)
+        try:
+            self._checkpoints.save(state, self._replica_state, self._write_model, is_best)
+        except CheckpointError as error:
+            if is_needed:
+                raise
+            self._reporter.say(f"{error}; training goes on, and the checkpoint before it stays")
 
     def _replica_state(self) -> dict[str, Any]:
         # Where all replicas have the same optimizer state, one copy per disk is enough.
@@ -328,6 +426,7 @@ class Run:
             seconds=self._clock.table(),
             is_finished=self._state.step >= self._config.schedule.steps,
             stop_signal=self._stop.signal_number,
+            is_first=self._is_first,
         )
 
 

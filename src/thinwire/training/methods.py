@@ -97,6 +97,7 @@ class Decoupled:
                 exact_decode=config.exact_decode,
                 check_drift_every=config.check_drift_every,
                 on_drift=config.on_drift,
+                on_bad_payload=config.on_bad_payload,
                 betas=(config.beta1, config.beta2),
                 transport=transport,
                 backend=config.kernels,
@@ -131,6 +132,11 @@ class Decoupled:
     def state_dict(self) -> dict[str, Any]:
         """The optimizers' own."""
         return self.optimizer.state_dict()
+
+    def load_own(self, state: dict[str, Any], has_residual: bool) -> None:
+        """Before meeting the others: what this replica would start from by itself."""
+        with _own_settings(self.optimizer):
+            self.optimizer.load_state_dict(state, residual="keep" if has_residual else "zero")
 
     def load_state_dict(self, states: Iterable[dict[str, Any]], residual: str) -> None:
         """The optimizer's own, or one made from several."""

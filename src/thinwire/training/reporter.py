@@ -1,4 +1,4 @@
-"""Tells people and files how a run is going. Only replica 0's reporter has anyone to tell."""
+"""Tells people and files how a run is going. Only the reporter of the first replica has anyone to tell."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,13 +30,23 @@ class Reporter:
     def __init__(
         self, config: TrainConfig, folder: Path, first_step: int, is_first: bool, waits_are_known: bool, console: Console
     ) -> None:
-        self._config, self._first_step = config, first_step
+        self._config, self._folder, self._console, self._first_step = config, folder, console, first_step
         self._waits_are_known = waits_are_known
-        run = config.run
-        self._log = RunLog(folder, first_step, run.tensorboard, run.wandb, asdict(config)) if is_first else None
-        self._progress: Progress = choose_progress(console, is_first, run.print_every)
-        self._mark = _Mark(first_step)
         self._validation_loss: float | None = None
+        self._open(is_first, first_step)
+
+    def _open(self, is_first: bool, step: int) -> None:
+        run = self._config.run
+        self._is_first = is_first
+        self._log = RunLog(self._folder, step, run.tensorboard, run.wandb, asdict(self._config)) if is_first else None
+        self._progress: Progress = choose_progress(self._console, is_first, run.print_every)
+        self._mark = _Mark(step)
+
+    def appoint(self, is_first: bool, step: int) -> None:
+        """Begin or cease to be the one that reports, where replicas come and go."""
+        if is_first != self._is_first:
+            self.close()
+            self._open(is_first, step)
 
     def say(self, text: str) -> None:
         """A line for the person who watches."""

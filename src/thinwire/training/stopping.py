@@ -39,6 +39,10 @@ class StopRequest:
             if self._answers and number == signal.SIGINT:
                 os.write(2, b"\nstopping after this step, with a checkpoint; press again to end at once\n")
 
+    def ask(self) -> None:
+        """Ask for a stop from within."""
+        self._asked_at = time.monotonic()
+
     @property
     def is_asked(self) -> bool:
         """Whether this replica was asked to stop. A launcher that was killed cannot ask."""
