@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from thinwire import checkpoint
 from thinwire.attempt import Attempt, announce_plan
-from thinwire.core.combine import COMBINE_RULES, Decoding
+from thinwire.core.combine import Decoding
 from thinwire.core.errors import ThinwireError, check_bool, check_choice, check_float, check_int
 from thinwire.delay import Delay
 from thinwire.drift import DriftCheck
@@ -60,7 +60,8 @@ class DeMo(Optimizer):
         eps: added to the adamw rule's denominator.
         maximize: go up instead of down.
         momentum_dtype: float32, bfloat16 or float64.
-        combine: ``mean_over_senders`` or ``mean_over_replicas``.
+        combine: ``mean_over_senders``, ``mean_over_replicas`` or ``majority_vote``, where only signs count.
+        clip_to_median: scale replicas whose values have a norm above the median of all replicas down to it.
         exact_decode: decode in whole numbers, so that all kinds of devices find the same bits; does not concern muon.
         on_nonfinite: what all replicas do when one has NaN or Inf in a gradient, or values too large to be squared:
             ``raise`` or ``skip`` the step. Under a `torch.amp.GradScaler` an overflow always skips.
@@ -100,6 +101,7 @@ class DeMo(Optimizer):
         maximize: bool = False,
         momentum_dtype: str = "float32",
         combine: str = "mean_over_senders",
+        clip_to_median: bool = False,
         exact_decode: bool = True,
         on_nonfinite: str = "raise",
         check_drift_every: int = 100,
@@ -114,7 +116,7 @@ class DeMo(Optimizer):
         look_ahead: bool = False,
         backend: str = "auto",
     ) -> None:
-        self._decoding = Decoding(check_choice("combine", combine, COMBINE_RULES), check_bool("exact_decode", exact_decode))
+        self._decoding = Decoding.checked(combine, exact_decode, clip_to_median)
         self._on_nonfinite = check_choice("on_nonfinite", on_nonfinite, ON_NONFINITE)
         self._sync_parameters = check_bool("sync_parameters", sync_parameters)
         self._overlaps = check_bool("overlap", overlap)
@@ -406,9 +408,8 @@ class DeMo(Optimizer):
         if self.num_replicas > 1:
             hold_roll_call(self._description(), metered(self._transport, setup))
         self._agreed_plan = self._plan
-        if self.num_replicas == 1 or not self._sync_parameters:
-            return
-        copy_first_parameters(groups, self._transport, setup)
+        if self.num_replicas > 1 and self._sync_parameters:
+            copy_first_parameters(groups, self._transport, setup)
 
     def _check_group_is_known(self) -> None:
         if self._waits_for_group and is_distributed() and dist.get_world_size() > 1:
@@ -455,7 +456,7 @@ class DeMo(Optimizer):
     def _rebuild(self) -> None:
         """Make plan and state anew."""
         self._plan, tensors = plan_and_tensors(self.param_groups, self.state, self._num_buckets)
-        self._local = LocalStep(self._plan, tensors, self._backend)
+        self._local = LocalStep(self._plan, tensors, self._backend, self._decoding)
         self._planned_signature = signature_of(self.param_groups, self.state)
         named = zip((spec.name for spec in self._plan.tensors), (local.source for local in tensors), strict=True)
         self.island = find_island(named, getattr(self._transport, "ranks", ()))
@@ -464,8 +465,7 @@ class DeMo(Optimizer):
             self._overlap.remove()
             self._overlap = None
         if self._overlaps and self.num_replicas > 1:
-            parameters = [local.source for local in tensors]
-            self._overlap = Overlap(self._plan, parameters, WeakMethod(self._begin_early))
+            self._overlap = Overlap(self._plan, [local.source for local in tensors], WeakMethod(self._begin_early))
 
     # Checkpoints.
 
