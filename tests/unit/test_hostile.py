@@ -45,7 +45,7 @@ def regression(hostile_factor: float, lr: float, **options: Any) -> tuple[float,
     return first, float((ends[0] - truth).square().mean())
 
 
-ROBUST = [(2.0, {"clip_to_median": True}), (0.05, {"combine": "majority_vote"})]
+ROBUST = [(2.0, {"clip_to_median": True}), (0.1, {"combine": "majority_vote"})]
 
 
 @pytest.mark.parametrize("combine", ["mean_over_senders", "mean_over_replicas"])
