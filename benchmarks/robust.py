@@ -2,9 +2,10 @@
 
     python benchmarks/robust.py --out results/robust/DATE_HARDWARE [--steps 100] [--seeds 2]
 
-A small model of the quickstart's kind is trained by four replicas, threads of one process, on the source of Python's standard
-library. Where a case is hostile, the last of them multiplies its gradients with -1e6 before each step. Each case is one row of
-``rows.jsonl``: its settings and the validation loss at the end, null where training ended with an error.
+A small model of the quickstart's kind is trained by four replicas, threads of one process, on the source of Python's
+standard library. Where a case is hostile, the last of them multiplies its gradients with -1e6 before each step. Each case is
+one row of ``rows.jsonl``: its settings and the validation loss at the end, null where training ended with an error. Then
+everyone's payloads of a larger tensor are applied, on one core, which is one row of ``times.jsonl`` for each way to combine.
 """
 
 import argparse
@@ -16,10 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from thinwire.bench.environment import environment
+from thinwire.core.combine import Decoding
 from thinwire.core.errors import ThinwireError
+from thinwire.core.update_rules import UPDATE_RULES, Hyper
 from thinwire.exchange.loopback import LoopbackTransport, run_replicas
+from thinwire.exchange.plan import Coding, TensorSpec, make_plan
+from thinwire.local_step import LocalStep
+from thinwire.slabs import LocalTensor
+from thinwire.stack_step import GroupStep
 from thinwire.training import recipes
 from thinwire.training.config import TrainConfig
 from thinwire.training.evaluation import evaluate
@@ -80,6 +88,26 @@ def train(case: Case, config: TrainConfig, data: Data) -> float:
     return run_replicas(work, NUM_REPLICAS)[0]
 
 
+def apply_seconds(decoding: Decoding, edge: int = 2048, repeats: int = 9) -> float:
+    """The median time to apply four payloads of bfloat16 values to a square matrix."""
+    plan = make_plan([TensorSpec("p", (edge, edge), "torch.float32", 0)], [Coding(64, 32, "bfloat16", "adaptive", 0)])
+    (bucket,), group = plan.buckets, GroupStep(0.9, 1.0, UPDATE_RULES["sgd"], Hyper(0.1, 1, (0.9, 0.99), 1e-8), 0.0, 64)
+    layout = plan.layout_of(0)
+    seconds, payloads = [], []
+    with torch.no_grad():
+        for _ in range(NUM_REPLICAS):
+            tensor = LocalTensor(nn.Parameter(torch.zeros(edge, edge)), torch.randn(layout.num_chunks, layout.num_elements))
+            local = LocalStep(plan, [tensor], "torch", decoding)
+            encoding = local.empty(bucket)
+            local.encode_(bucket, [group], encoding)
+            payloads.append(encoding.payload_B)
+        for _ in range(repeats):
+            start = time.perf_counter()
+            local.apply_(bucket, [group], torch.stack(payloads), decoding)
+            seconds.append(time.perf_counter() - start)
+    return sorted(seconds)[repeats // 2]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for rows.jsonl and environment.json")
@@ -110,6 +138,11 @@ def main() -> None:
             print(f"{loss}  {case.name}{', hostile' * case.is_hostile}, seed {seed}, {seconds:.0f} s", flush=True)
             with (options.out / "rows.jsonl").open("a") as file:
                 file.write(json.dumps({**row, "seconds": round(seconds, 1)}) + "\n")
+    with (options.out / "times.jsonl").open("a") as file:
+        for decoding in (Decoding(), Decoding("majority_vote"), Decoding(clips=True)):
+            row = {**decoding._asdict(), "apply_seconds": round(apply_seconds(decoding), 4)}
+            print(row)
+            file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":
