@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from thinwire.core.combine import Decoding
 from thinwire.exchange.plan import Stack
 from thinwire.slabs import LocalTensor
 
@@ -22,8 +23,10 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false", "off", "no")
 
 
-def why_not(stack: Stack, tensors: Sequence[LocalTensor]) -> str | None:
+def why_not(stack: Stack, tensors: Sequence[LocalTensor], decoding: Decoding) -> str | None:
     """The reason in words, or None if they can."""
+    if decoding.clips_values(stack.codec.value_name):
+        return f"the kernels do not clip {stack.codec.value_name} values to the median (clip_to_median)"
     members = [tensors[entry.tensor] for entry in stack.entries]
     devices = {member.parameter.device for member in members}
     if len(devices) > 1:

@@ -89,6 +89,8 @@ class FusedStack:
 
     def apply_(self, group: GroupStep, payloads_RB: Tensor, decoding: Decoding) -> None:
         """See `StackStep`."""
+        if decoding.clips_values(self._stack.codec.value_name):
+            raise ValueError("the kernels do not clip to the median; a LocalStep made for such a decoding has no FusedStack")
         self.forget()
         decoding = decoding.for_rule(group.rule.whole_matrices)
         targets = {entry.tensor: self._tensors[entry.tensor].parameter.contiguous() for entry in self._stack.entries}

@@ -22,6 +22,7 @@ from thinwire.wire.payload import Verdict
 
 _log = logging.getLogger("thinwire")
 BACKENDS = ("auto", "torch", "triton")
+_USUAL = Decoding()
 
 
 @dataclass
@@ -46,10 +47,14 @@ class Encoding:
 
 
 class LocalStep:
-    """The tensors of one replica, and what a step does with them, bucket by bucket."""
+    """The tensors of one replica, and what a step does with them, bucket by bucket. ``decoding`` is what `apply_` will be
+    asked for, which not every backend can do."""
 
-    def __init__(self, plan: ExchangePlan, tensors: Sequence[LocalTensor], backend: str = "auto") -> None:
-        self.tensors, self._names = tensors, [spec.name for spec in plan.tensors]
+    def __init__(
+        self, plan: ExchangePlan, tensors: Sequence[LocalTensor], backend: str = "auto", decoding: Decoding = _USUAL
+    ) -> None:
+        self.tensors, self._decoding = tensors, decoding
+        self._names = [spec.name for spec in plan.tensors]
         self.backends: set[str] = set()
         """Those in use."""
         self.verdicts: dict[torch.device, Tensor] = {}
@@ -88,7 +93,7 @@ class LocalStep:
         device = self.tensors[stack.entries[0].tensor].parameter.device
         if backend == "torch" or (backend == "auto" and device.type in ("cpu", "meta")):
             return self._plain(stack)
-        reason = why_not(stack, self.tensors)
+        reason = why_not(stack, self.tensors, self._decoding)
         if reason is None and device != self._payload_device(bucket):
             reason = f"it is on {device} and shares a payload with tensors on {self._payload_device(bucket)}"
         if reason is None:

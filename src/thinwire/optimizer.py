@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from thinwire import checkpoint
 from thinwire.attempt import Attempt
 from thinwire.company import Company
-from thinwire.core.combine import COMBINE_RULES, Decoding
+from thinwire.core.combine import Decoding
 from thinwire.core.errors import ExchangeError, ReceivedDifferentlyError, ThinwireError, check_bool, check_choice, check_int
 from thinwire.delay import Delay
 from thinwire.drift import DriftCheck
@@ -61,7 +61,8 @@ class DeMo(Optimizer):
         eps: added to the adamw rule's denominator.
         maximize: go up instead of down.
         momentum_dtype: float32, bfloat16 or float64.
-        combine: ``mean_over_senders`` or ``mean_over_replicas``.
+        combine: ``mean_over_senders``, ``mean_over_replicas`` or ``majority_vote``, where only signs count.
+        clip_to_median: scale replicas whose values have a norm above the median of all replicas down to it.
         exact_decode: decode in whole numbers, so that all kinds of devices find the same bits; does not concern muon.
         on_bad_payload: what to do about a payload that is damaged or forged: ``drop`` it, so that the others count, or
             ``raise``. Replicas that saw different bytes then copy what most of them hold.
@@ -103,6 +104,7 @@ class DeMo(Optimizer):
         maximize: bool = False,
         momentum_dtype: str = "float32",
         combine: str = "mean_over_senders",
+        clip_to_median: bool = False,
         exact_decode: bool = True,
         on_bad_payload: str = "drop",
         on_nonfinite: str = "raise",
@@ -118,7 +120,7 @@ class DeMo(Optimizer):
         look_ahead: bool = False,
         backend: str = "auto",
     ) -> None:
-        self._decoding = Decoding(check_choice("combine", combine, COMBINE_RULES), check_bool("exact_decode", exact_decode))
+        self._decoding = Decoding.checked(combine, exact_decode, clip_to_median)
         self._on_nonfinite = check_choice("on_nonfinite", on_nonfinite, ON_NONFINITE)
         self._on_bad_payload = check_choice("on_bad_payload", on_bad_payload, ON_BAD_PAYLOAD)
         self._sync_parameters = check_bool("sync_parameters", sync_parameters)
@@ -465,7 +467,7 @@ class DeMo(Optimizer):
     def _rebuild(self) -> None:
         """Make plan and state anew."""
         self._plan, tensors = plan_and_tensors(self.param_groups, self.state, self._num_buckets)
-        self._local = LocalStep(self._plan, tensors, self._backend)
+        self._local = LocalStep(self._plan, tensors, self._backend, self._decoding)
         self._planned_signature = signature_of(self.param_groups, self.state)
         named = zip((spec.name for spec in self._plan.tensors), self._local.sources, strict=True)
         self.island = find_island(named, getattr(self._transport, "ranks", ()))

@@ -11,6 +11,7 @@ from thinwire.core import transform
 from thinwire.core.combine import Decoding, combine
 from thinwire.core.exact import inverse_exact_
 from thinwire.core.layout import bands_of, chunks_view, crop_to_rows, matrix_shape, rows_of
+from thinwire.core.robust import clip_factors, squared_norm, squares_by_exponent
 from thinwire.core.scratch import Scratch
 from thinwire.core.selection import group_maxima, num_groups_of, select_topk, subtract_sent_
 from thinwire.exchange.plan import Stack
@@ -77,8 +78,12 @@ class TorchStack:
         targets = {entry.tensor: self._tensors[entry.tensor].parameter.contiguous() for entry in self._stack.entries}
         wholes: dict[int, Tensor] = {}
         stacks_RCB = stack_records(payloads_RB, self._stack)
+        factors = self._clip_factors(stacks_RCB) if decoding.clips_values(self._stack.codec.value_name) else None
         for slab in self._slabs:
-            messages = [self._stack.codec.decode(records_CB[slab.records].to(slab.device)) for records_CB in stacks_RCB]
+            messages = self._messages(slab, stacks_RCB)
+            if factors is not None:
+                pairs = zip(messages, factors, strict=True)
+                messages = [(indices, values if factor == 1 else values * factor) for (indices, values), factor in pairs]
             directions = _directions(slab, self._stack, messages, decoding, scratch)
             for tile, direction in zip(slab.tiles, directions, strict=True):
                 for piece in tile.pieces:
@@ -91,6 +96,18 @@ class TorchStack:
         for index, target in targets.items():
             if target.data_ptr() != self._tensors[index].parameter.data_ptr():
                 self._tensors[index].parameter.copy_(target)
+
+    def _messages(self, slab: Slab, stacks_RCB: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Everyone's indices and values (C, K) of a slab."""
+        return [self._stack.codec.decode(records_CB[slab.records].to(slab.device)) for records_CB in stacks_RCB]
+
+    def _clip_factors(self, stacks_RCB: Tensor) -> list[float]:
+        """What scales each replica's values down to the median norm; the norms are those of the whole stack."""
+        squares = [0] * len(stacks_RCB)
+        for slab in self._slabs:
+            sums = torch.stack([squares_by_exponent(values_CK) for _, values_CK in self._messages(slab, stacks_RCB)])
+            squares = [before + squared_norm(mine) for before, mine in zip(squares, sums.cpu(), strict=True)]
+        return clip_factors(squares)
 
     @property
     def units(self) -> Tensor | float:
@@ -183,7 +200,8 @@ def _directions(
 ) -> Iterator[Tensor]:
     """The update direction of all chunks of each tile, (C, row_edge, col_edge), valid until the next one is asked for."""
     layout, codec = slab.pieces[0].layout, stack.codec
-    is_plain = len(messages) == 1 and not layout.dense and not decoding.is_exact
+    are_votes = decoding.are_votes(codec.value_name)
+    is_plain = len(messages) == 1 and not layout.dense and not decoding.is_exact and decoding.combine != "majority_vote"
     if is_plain and 2 * codec.num_kept <= layout.row_edge + layout.col_edge:
         indices_CK, values_CK = messages[0]  # alone, nothing is combined, and few coefficients need little arithmetic
         rows_CK, cols_CK = transform.frequencies_of(indices_CK, layout)
@@ -196,7 +214,7 @@ def _directions(
         shape = (tile.num_chunks, codec.num_elements)
         combined_CE = combine(mine, scratch.take("first", shape, slab.dtype, slab.device), decoding.combine)
         if decoding.is_exact:
-            yield inverse_exact_(combined_CE, layout, scratch, 1.0 if codec.value_name == "sign" else None)
+            yield inverse_exact_(combined_CE, layout, scratch, 1.0 if are_votes else None)
         else:
             yield transform.inverse_(combined_CE, layout, scratch)
 

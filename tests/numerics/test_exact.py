@@ -103,7 +103,12 @@ def applied(
     return [t.detach().cpu() for tensor in tensors for t in (tensor.parameter, *tensor.rule_state.values())]
 
 
-CASES = [("sgd", values, COMBINE_RULES[place % 2], 3) for place, values in enumerate(sorted(VALUE_CODECS))] + [
+MEANS = [rule for rule in COMBINE_RULES if rule.startswith("mean")]
+CASES = [("sgd", values, MEANS[place % 2], 3) for place, values in enumerate(sorted(VALUE_CODECS))] + [
+    *(("sgd", values, "majority_vote", (1, 2, 3, 5)[place % 4]) for place, values in enumerate(sorted(VALUE_CODECS))),
+    ("sign", "float32", "majority_vote", 1),
+    ("adamw", "int4", "majority_vote", 5),
+    ("lion", "sign", "majority_vote", 20),
     ("sign", "sign", "mean_over_senders", 3),
     ("sign", "sign", "mean_over_replicas", 20),
     ("adamw", "sign_scale", "mean_over_senders", 5),

@@ -10,14 +10,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-COMBINE_RULES = ("mean_over_senders", "mean_over_replicas")
+from thinwire.core.errors import check_bool, check_choice
+
+COMBINE_RULES = ("mean_over_senders", "mean_over_replicas", "majority_vote")
 
 
 class Decoding(NamedTuple):
-    """How everyone's coefficients become a direction: the combine rule, and whether to transform back in whole numbers."""
+    """How everyone's coefficients become a direction: the combine rule, whether to transform back in whole numbers, and
+    whether to scale replicas down to the median norm first (`core.robust`)."""
 
     combine: str = "mean_over_senders"
     is_exact: bool = True
+    clips: bool = False
+
+    @classmethod
+    def checked(cls, combine: str, exact_decode: bool, clip_to_median: bool) -> "Decoding":
+        """From a user's options."""
+        check_choice("combine", combine, COMBINE_RULES)
+        check_bool("exact_decode", exact_decode)
+        if check_bool("clip_to_median", clip_to_median) and combine == "majority_vote":
+            raise ValueError("clip_to_median=True has no effect with combine='majority_vote', where sizes do not count")
+        return cls(combine, exact_decode, clip_to_median)
+
+    def are_votes(self, value_name: str) -> bool:
+        """Whether each value counts as 1 or -1 (or 0), so that no combined coefficient can be larger than 1."""
+        return self.combine == "majority_vote" or value_name == "sign"
+
+    def clips_values(self, value_name: str) -> bool:
+        """Whether values written in this way are scaled. Votes of the codec sign have one size already."""
+        return self.clips and value_name != "sign"
 
     def for_rule(self, whole_matrices: bool) -> "Decoding":
         """Rules on whole matrices orthogonalise them, in floating point anyway, which would make much of rounded whole
@@ -29,11 +50,17 @@ def combine(messages: Sequence[tuple[Tensor, Tensor]], combined_CE: Tensor, rule
     """Combine each replica's (indices_CK, values_CK) into ``combined_CE``, which is overwritten and returned.
 
     ``mean_over_senders`` divides a coefficient by the number of replicas that sent it, ``mean_over_replicas`` by the
-    number of replicas. A value of 0 is not a vote: it does not count as sent.
+    number of replicas. ``majority_vote`` is the sign of the sum of signs, and 0 where votes are equal. A value of 0 is not
+    a vote: it does not count as sent.
     """
+    is_majority = rule == "majority_vote"
     combined_CE.zero_()
     for indices_CK, values_CK in messages:
-        combined_CE.scatter_add_(1, _slots(indices_CK, combined_CE), values_CK.to(combined_CE.dtype))
+        combined_CE.scatter_add_(
+            1, _slots(indices_CK, combined_CE), (values_CK.sign() if is_majority else values_CK).to(combined_CE.dtype)
+        )
+    if is_majority:
+        return combined_CE.sign_()
     if len(messages) == 1:
         return combined_CE
     if rule == "mean_over_senders":

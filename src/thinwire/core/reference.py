@@ -83,25 +83,52 @@ def to_bfloat16(value: float) -> float:
     return float(torch.tensor(value, dtype=torch.float64).to(torch.float32).to(torch.bfloat16))
 
 
-def exchange(momenta: list[list[Tensor]], num_kept: int, codec: str, combine: str, share: float = 1.0) -> list[Tensor]:
+def send(momentum: list[Tensor], num_kept: int, codec: str, share: float) -> list[dict[int, float]]:
+    """Steps 3 to 5 for one replica: what it sends of every chunk, by index, and subtracts."""
+    message = []
+    for chunk in momentum:
+        flat = chunk.view(-1)
+        kept = strongest(flat.tolist(), num_kept)
+        sent, unit = quantise([float(flat[index]) * share for index in kept], codec)
+        for index, value in zip(kept, sent, strict=True):
+            flat[index] -= value * unit
+        message.append(dict(zip(kept, sent, strict=True)))
+    return message
+
+
+def clip_to_median(messages: list[list[dict[int, float]]]) -> list[list[dict[int, float]]]:
+    """Scale everyone whose norm is above the median, the lower one of two, down to it."""
+    norms = [math.sqrt(sum(value**2 for chunk in message for value in chunk.values())) for message in messages]
+    median = sorted(norms)[(len(norms) - 1) // 2]
+    factors = [median / norm if norm > median else 1.0 for norm in norms]
+    return [
+        [{index: value * factor for index, value in chunk.items()} for chunk in message]
+        for message, factor in zip(messages, factors, strict=True)
+    ]
+
+
+def combine_values(values: list[float], num_replicas: int, rule: str) -> float:
+    """Step 6 for one coefficient, from those who sent it."""
+    if rule == "majority_vote":
+        num_for, num_against = sum(value > 0 for value in values), sum(value < 0 for value in values)
+        return float((num_for > num_against) - (num_for < num_against))
+    num_senders = sum(value != 0 for value in values)
+    return sum(values) / max(1, num_senders if rule == "mean_over_senders" else num_replicas)
+
+
+def exchange(
+    momenta: list[list[Tensor]], num_kept: int, codec: str, combine: str, share: float = 1.0, clips: bool = False
+) -> list[Tensor]:
     """Steps 3 to 6 for all chunks: each replica sends and subtracts; the combined coefficients of every chunk return."""
-    combined = []
-    for chunk in range(len(momenta[0])):
-        sums: dict[int, float] = {}
-        senders: dict[int, int] = {}
-        for momentum in momenta:
-            flat = momentum[chunk].view(-1)
-            kept = strongest(flat.tolist(), num_kept)
-            sent, unit = quantise([float(flat[index]) * share for index in kept], codec)
-            for index, value in zip(kept, sent, strict=True):
-                flat[index] -= value * unit
-                sums[index] = sums.get(index, 0.0) + value
-                senders[index] = senders.get(index, 0) + (value != 0)
-        result = torch.zeros_like(momenta[0][chunk])
-        for index, total in sums.items():
-            count = senders[index] if combine == "mean_over_senders" else len(momenta)
-            result.view(-1)[index] = total / max(1, count)
-        combined.append(result)
+    messages = [send(momentum, num_kept, codec, share) for momentum in momenta]
+    if clips and codec != "sign":
+        messages = clip_to_median(messages)
+    combined = [torch.zeros_like(chunk) for chunk in momenta[0]]
+    for place, result in enumerate(combined):
+        sent = [message[place] for message in messages]
+        for index in {index for chunk in sent for index in chunk}:
+            values = [chunk[index] for chunk in sent if index in chunk]
+            result.view(-1)[index] = combine_values(values, len(messages), combine)
     return combined
 
 
@@ -158,6 +185,7 @@ class Oracle:
             str(o.get("values", "float32")),
             str(o.get("combine", "mean_over_senders")),
             float(o.get("share", 1.0)),  # type: ignore[arg-type]
+            bool(o.get("clips", False)),
         )
         shape = (self.parameter.shape[0], self.parameter.shape[1], self.parameter.shape[2])
         d = from_chunks(combined, shape, self.edges, transform)

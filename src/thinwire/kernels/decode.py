@@ -2,7 +2,8 @@
 
 For each chunk: ``S`` is the matrix of combined coefficients, ``d = A^T S B`` the direction, and the update rule changes p.
 Each parameter is read once and written once. ``S`` is formed in a tile of scratch memory per program, which stays in the
-cache: votes (the sign codec) are integers and are added in any order; other values are added replica by replica.
+cache: votes (the sign codec, or majority_vote with any) are counted in any order; other values are added replica by
+replica.
 """
 
 from typing import NamedTuple
@@ -145,9 +146,9 @@ def _decode_kernel(
     PARAMETER_DTYPE: tl.constexpr, K: tl.constexpr, RECORD_BYTES: tl.constexpr, BEGINS_WORDS: tl.constexpr,
     INDICES: tl.constexpr, INDEX_BITS: tl.constexpr, LOW_BITS: tl.constexpr, VALUES: tl.constexpr, VALUE_BITS: tl.constexpr,
     HAS_SCALE: tl.constexpr, BATCH: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_LANES: tl.constexpr,
-    COUNTER_BITS: tl.constexpr, TILE_WORDS: tl.constexpr, OVER_SENDERS: tl.constexpr,
-    RULE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, EXACT_DROP: tl.constexpr, EXACT_UNIT: tl.constexpr,
-    EXACT_DIVISION: tl.constexpr,
+    COUNTER_BITS: tl.constexpr, TILE_WORDS: tl.constexpr, VOTES: tl.constexpr, MAJORITY: tl.constexpr,
+    OVER_SENDERS: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, EXACT_DROP: tl.constexpr,
+    EXACT_UNIT: tl.constexpr, EXACT_DIVISION: tl.constexpr,
 ):  # fmt: skip
     """A batch of chunks at a time: first all that was sent for them, into tiles of scratch memory, then the products."""
     last_of_all = tl.where(tl.load(verdict_ptr) == 0, last_of_all, first_of_all)
@@ -181,7 +182,9 @@ def _decode_kernel(
                 in_batch[:, None] & (replica < num_replicas), lane,
                 NUM_ELEMENTS, K, INDICES, INDEX_BITS, LOW_BITS, VALUES, VALUE_BITS, HAS_SCALE,
             )  # fmt: skip
-            if VALUES == "sign":
+            if VOTES:
+                if MAJORITY:
+                    live = live & (value != 0)
                 # Two counters per element: who voted for it, and who against. None can overflow.
                 at = here * (2 * COUNTER_BITS) + tl.where(value < 0, COUNTER_BITS, 0)
                 tl.atomic_add(tile_ptrs + (at >> 5), 1 << (at & 31), mask=live, sem="relaxed")
@@ -201,7 +204,7 @@ def _decode_kernel(
             first, offsets, exists = tile_of(row_ptr, local, rows, cols, ROW_EDGE, COL_EDGE, PADDED, ALIGNED)
             parameter_ptr = address(row_ptr, PARAMETER, PARAMETER_DTYPE, ALIGNED) + first + offsets
             tile_ptr = program_ptr + place * TILE_WORDS
-            if VALUES == "sign":
+            if VOTES:
                 if COUNTER_BITS == 4:
                     counter_ptr = tile_ptr.to(tl.pointer_type(tl.uint8))
                 elif COUNTER_BITS == 8:
@@ -218,15 +221,18 @@ def _decode_kernel(
                 direction = load_as_is(sum_ptr + index, in_chunk, WHOLE)
                 if OVER_SENDERS:
                     num_senders = load_as_is(tile_ptr + (TILE_WORDS // 2) + index, in_chunk, WHOLE)
-            divisor = direction * 0 + num_replicas
-            if OVER_SENDERS:
-                divisor = tl.maximum(num_senders, 1).to(tl.float32)
-            # Products in TF32 are less exact than a quick division is; and a vote is rounded to 8 bits next, which the last
-            # bit of a quotient of numbers below 512 cannot change.
-            direction = tl.div_rn(direction, divisor) if EXACT_DIVISION else direction / divisor
+            if MAJORITY:
+                direction = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, 0.0))
+            else:
+                divisor = direction * 0 + num_replicas
+                if OVER_SENDERS:
+                    divisor = tl.maximum(num_senders, 1).to(tl.float32)
+                # Products in TF32 are less exact than a quick division is; and a vote is rounded to 8 bits next, which the
+                # last bit of a quotient of numbers below 512 cannot change.
+                direction = tl.div_rn(direction, divisor) if EXACT_DIVISION else direction / divisor
             if not DENSE:
                 if EXACT:
-                    direction = _exact_inverse(direction, row_basis, col_basis, VALUES == "sign", EXACT_DROP, EXACT_UNIT)
+                    direction = _exact_inverse(direction, row_basis, col_basis, VOTES, EXACT_DROP, EXACT_UNIT)
                 else:
                     direction = tl.dot(direction, col_basis, input_precision=PRECISION)
                     direction = tl.dot(row_basis, direction, input_precision=PRECISION)
@@ -286,7 +292,7 @@ def decode_(
     is_exact, scales = decoding.is_exact and not cut.dense, scales_of(cut.row_edge, cut.col_edge)
     exact_bits = scales.basis_bits if is_exact else 0
     lanes = num_lanes(codec)
-    votes = codec.value_name == "sign"
+    votes = decoding.are_votes(codec.value_name)
     counter_bits = 4 if num_replicas < 16 else 8 if num_replicas < 256 else 16
     tile_words = triton.cdiv(cut.num_elements, 16) * (counter_bits if votes else 32)
     batch = _power_of_2_below(min(_MOST_IN_BATCH, _BATCH_WORDS // tile_words, _LANES_AT_ONCE // lanes))
@@ -314,6 +320,8 @@ def decode_(
             BLOCK_LANES=lanes,
             COUNTER_BITS=counter_bits,
             TILE_WORDS=tile_words,
+            VOTES=votes,
+            MAJORITY=decoding.combine == "majority_vote",
             OVER_SENDERS=decoding.combine == "mean_over_senders" and num_replicas > 1,
             RULE=rule,
             PRECISION=PRECISION,

@@ -93,8 +93,10 @@ class OptimConfig:
     """DeMo: edge of the chunks that matrices are cut into."""
     values: str = "auto"
     """DeMo: how a coefficient is written: auto, float32, bfloat16, int8, int4, sign_scale or sign."""
-    combine: Literal["mean_over_senders", "mean_over_replicas"] = "mean_over_senders"
-    """DeMo: what the sum of a coefficient is divided by."""
+    combine: Literal["mean_over_senders", "mean_over_replicas", "majority_vote"] = "mean_over_senders"
+    """DeMo: what the sum of a coefficient is divided by; with majority_vote only signs count, and most replicas decide."""
+    clip_to_median: bool = False
+    """DeMo: scale replicas whose values have a norm above the median of all replicas down to it; not for majority_vote."""
     exact_decode: bool = True
     """DeMo: decode in whole numbers, so that replicas on different kinds of devices find the same bits."""
     check_drift_every: int = 100
@@ -244,9 +246,11 @@ def check(config: TrainConfig, num_replicas: int) -> None:
                 raise ValueError(f"{name}={values[name]!r} is no part of the published algorithm; use optimizer=demo")
     if config.optim.overlap and config.optim.clip:
         raise ValueError(f"overlap sends gradients before their norm is known: clip={config.optim.clip} must be 0 with it")
-    for name in ("overlap", "delay", "look_ahead"):
+    for name in ("overlap", "delay", "look_ahead", "clip_to_median"):
         if values[name] and config.optim.optimizer != "demo":
             raise ValueError(f"{name} is an option of optimizer=demo, not of {config.optim.optimizer}")
+    if config.optim.clip_to_median and config.optim.combine == "majority_vote":
+        raise ValueError("clip_to_median has no effect with combine=majority_vote, where sizes do not count")
     _check_mesh(config, num_replicas)
     _check_elastic(config, num_replicas)
     _check_batch(config.schedule, num_replicas)

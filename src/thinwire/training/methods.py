@@ -94,6 +94,7 @@ class Decoupled:
                 update=config.update,
                 values=config.values,
                 combine=config.combine,
+                clip_to_median=config.clip_to_median,
                 exact_decode=config.exact_decode,
                 check_drift_every=config.check_drift_every,
                 on_drift=config.on_drift,

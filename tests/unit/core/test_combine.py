@@ -1,6 +1,7 @@
+import pytest
 import torch
 
-from thinwire.core.combine import combine
+from thinwire.core.combine import Decoding, combine
 
 
 def test_replicas_are_summed_in_replica_order() -> None:
@@ -29,3 +30,26 @@ def test_a_single_replica_is_taken_as_it_is() -> None:
     messages = [(torch.tensor([[1]]), torch.tensor([[7.0]]))]
     for rule in ("mean_over_senders", "mean_over_replicas"):
         assert combine(messages, torch.full((1, 3), 9.0), rule).tolist() == [[0.0, 7.0, 0.0]]
+
+
+def test_most_replicas_decide_a_vote_whatever_the_sizes() -> None:
+    messages = [
+        (torch.tensor([[0, 1, 2, 5]]), torch.tensor([[1e30, 3.0, 2.0, 9.0]])),  # 5 is void here
+        (torch.tensor([[0, 1, 3, 4]]), torch.tensor([[-1e-30, -8.0, -0.0, -5.0]])),
+        (torch.tensor([[0, 2, 3, 4]]), torch.tensor([[-1.0, 0.0, -2.0, -1.0]])),
+    ]
+    messages[0][1][0, 3] = 0.0
+    found = combine(messages, torch.full((1, 5), 9.0), "majority_vote")
+    assert found.tolist() == [[-1.0, 0.0, 1.0, -1.0, -1.0]]
+    assert combine(messages[:2], torch.empty(1, 5), "majority_vote").tolist() == [[0.0, 0.0, 1.0, 0.0, -1.0]]
+
+
+def test_alone_a_vote_is_a_sign_too() -> None:
+    messages = [(torch.tensor([[0, 1, 2]]), torch.tensor([[7.0, -0.1, 0.0]]))]
+    assert combine(messages, torch.empty(1, 4), "majority_vote").tolist() == [[1.0, -1.0, 0.0, 0.0]]
+
+
+def test_what_has_no_effect_is_refused() -> None:
+    assert Decoding.checked("mean_over_replicas", False, True) == ("mean_over_replicas", False, True)
+    with pytest.raises(ValueError, match="clip_to_median=True has no effect with combine='majority_vote'"):
+        Decoding.checked("majority_vote", True, True)

@@ -102,6 +102,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ({"validation": 0.0}, 1, "validation must be"),
         ({"seed": 2**40}, 1, "must be below 2"),
         ({"optimizer": "published", "values": "int8"}, 1, "values='int8' is no part of the published algorithm"),
+        ({"clip_to_median": True, "combine": "majority_vote"}, 2, "clip_to_median has no effect with combine=majority_vote"),
+        ({"clip_to_median": True, "optimizer": "published"}, 2, "clip_to_median is an option of optimizer=demo"),
         ({"overlap": True}, 2, "overlap sends gradients before their norm is known: clip=1.0 must be 0"),
         ({"delay": 1, "optimizer": "adamw"}, 2, "delay is an option of optimizer=demo, not of adamw"),
         ({"overlap": True, "clip": 0.0, "optimizer": "adamw"}, 2, "overlap is an option of optimizer=demo, not of adamw"),

@@ -50,6 +50,16 @@ def test_every_optimizer_learns_and_resumes(optimizer: str) -> None:
     assert train(method, 5, seed=9) == train(other, 5, seed=9)
 
 
+def test_robust_combination_is_passed_on() -> None:
+    for changes in ({"clip_to_median": True}, {"combine": "majority_vote"}, {}):
+        model = net()
+        method = build_method(OptimConfig(**changes), model, model, SoloTransport())  # type: ignore[arg-type]
+        assert isinstance(method, Decoupled)
+        decoding = method.optimizer._decoding
+        assert decoding.clips is changes.get("clip_to_median", False)
+        assert decoding.combine == changes.get("combine", "mean_over_senders")
+
+
 def test_overlap_changes_nothing_but_the_time() -> None:
     def losses(overlap: bool) -> list[list[float]]:
         config = OptimConfig(chunk=16, topk=8, overlap=overlap, clip=0.0)
