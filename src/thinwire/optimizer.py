@@ -17,9 +17,10 @@ from thinwire.core.errors import ThinwireError, check_bool, check_choice, check_
 from thinwire.delay import Delay
 from thinwire.drift import DriftCheck
 from thinwire.exchange.agreement import hold_roll_call
-from thinwire.exchange.collective import default_transport, is_distributed
+from thinwire.exchange.collective import is_distributed
 from thinwire.exchange.plan import ExchangePlan, digest_of
 from thinwire.exchange.sharding import find_island
+from thinwire.exchange.signed import choose_transport
 from thinwire.exchange.traffic import Traffic
 from thinwire.exchange.transport import Transport, metered
 from thinwire.gradients import check_own_gradients, tell_trouble
@@ -68,6 +69,7 @@ class DeMo(Optimizer):
         on_drift: ``raise`` if they do not, ``warn``, or ``repair`` by copying what most of them hold.
         process_group: the replicas; the default group if `torch.distributed` is initialised, else one replica.
         transport: any other way to reach the replicas, e.g. `thinwire.exchange.loopback`; excludes ``process_group``.
+        secret: a key of at least 16 bytes, the same on all replicas, with which all that they send is signed.
         sync_parameters: start from replica 0's parameters.
         timeout_seconds: the longest wait for another replica.
         num_buckets: payloads, and so collectives, per step; 1, or 8 with ``overlap``.
@@ -106,6 +108,7 @@ class DeMo(Optimizer):
         on_drift: str = "raise",
         process_group: dist.ProcessGroup | None = None,
         transport: Transport | None = None,
+        secret: bytes | None = None,
         sync_parameters: bool = True,
         timeout_seconds: float = 300.0,
         num_buckets: int | None = None,
@@ -152,9 +155,7 @@ class DeMo(Optimizer):
         self._turn = 0
         self._agreed_plan: ExchangePlan
         self._timeout_seconds = timeout_seconds
-        if transport is not None and process_group is not None:
-            raise ValueError("pass process_group or transport, not both")
-        self._transport = transport or default_transport(process_group, timeout_seconds)
+        self._transport = choose_transport(transport, process_group, timeout_seconds, secret, self.traffic.setup)
         self._waits_for_group = transport is None and process_group is None and not is_distributed()
         self._has_checked_sync = False
         self._is_ready = True
@@ -406,9 +407,8 @@ class DeMo(Optimizer):
         if self.num_replicas > 1:
             hold_roll_call(self._description(), metered(self._transport, setup))
         self._agreed_plan = self._plan
-        if self.num_replicas == 1 or not self._sync_parameters:
-            return
-        copy_first_parameters(groups, self._transport, setup)
+        if self.num_replicas > 1 and self._sync_parameters:
+            copy_first_parameters(groups, self._transport, setup)
 
     def _check_group_is_known(self) -> None:
         if self._waits_for_group and is_distributed() and dist.get_world_size() > 1:

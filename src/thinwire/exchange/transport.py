@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from thinwire.core.errors import ExchangeError
 from thinwire.exchange.traffic import Count, Traffic
 
 
@@ -51,11 +52,21 @@ class Transport(Protocol):
         ...
 
 
+def bytes_on_wire(transport: Transport, message_bytes: int) -> int:
+    """What one message takes there: a transport may add to it, and says how much as ``overhead_bytes``."""
+    return message_bytes + int(getattr(transport, "overhead_bytes", 0))
+
+
 def all_gather(transport: Transport, message_B: Tensor, what: str) -> Tensor:
-    """Everyone's messages (R, B), in replica order."""
+    """Everyone's messages (R, B), in replica order. Raises if the transport refused one, as it may say in ``refused`` of the
+    exchange: of a payload zeros are left, which its reader refuses, but zeros may mean something in other messages."""
     messages_RB = message_B.new_empty(transport.num_replicas, message_B.numel())
     messages_RB[transport.replica] = message_B
-    transport.start_all_gather_(messages_RB, what).wait()
+    exchange = transport.start_all_gather_(messages_RB, what)
+    exchange.wait()
+    refused = getattr(exchange, "refused", ())
+    if refused:
+        raise ExchangeError(f"{what}: what came from replicas {list(refused)} was not signed by them for this exchange")
     return messages_RB
 
 
@@ -63,7 +74,7 @@ def metered(transport: Transport, meter: Traffic | Count) -> Callable[[Tensor, s
     """`all_gather` whose bytes and waits are counted."""
 
     def gather(message_B: Tensor, what: str) -> Tensor:
-        meter.add(message_B.numel(), transport.num_replicas)
+        meter.add(bytes_on_wire(transport, message_B.numel()), transport.num_replicas)
         with meter.waiting():
             return all_gather(transport, message_B, what)
 
