@@ -175,6 +175,9 @@ class LaunchConfig:
     """Port on which local replicas find each other; 0: a free one."""
     timeout_seconds: float = 300.0
     """The longest wait for another replica."""
+    key_file: str = ""
+    """File with a key of at least 16 bytes, the same on all replicas, with which they sign what they send each other; only
+    for demo and published, and not inside a sharded replica."""
 
 
 @dataclass(frozen=True)
@@ -232,6 +235,11 @@ def check(config: TrainConfig, num_replicas: int) -> None:
     for name in ("overlap", "delay", "look_ahead"):
         if values[name] and config.optim.optimizer != "demo":
             raise ValueError(f"{name} is an option of optimizer=demo, not of {config.optim.optimizer}")
+    if config.launch.key_file and config.optim.optimizer not in DECOUPLED_OPTIMIZERS:
+        raise ValueError(
+            f"key_file cannot sign the gradients that optimizer={config.optim.optimizer} averages through "
+            "DistributedDataParallel; leave it out, or use optimizer=demo"
+        )
     _check_mesh(config, num_replicas)
     _check_batch(config.schedule, num_replicas)
 
