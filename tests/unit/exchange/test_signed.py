@@ -275,12 +275,12 @@ def test_alone_nothing_is_signed() -> None:
     assert optimizer.traffic == plain.traffic
 
 
-def test_signed_training_ends_at_the_same_bits_and_the_meter_counts_the_tags() -> None:
-    options = {"num_buckets": 2, "check_drift_every": 2}
-
+@pytest.mark.parametrize("options", [{"num_buckets": 2, "check_drift_every": 2}, {"overlap": True}, {"delay": 1}])
+def test_signed_training_ends_at_the_same_bits_and_the_meter_counts_the_tags(options: dict[str, Any]) -> None:
     def work(transport: LoopbackTransport) -> tuple[Tensor, Any, int]:
         secret = {"secret": KEY} if is_signed else {}
         model, optimizer, _ = train(transport.replica, 5, transport=transport, **options, **secret)
+        optimizer.drain()
         saved = repr(optimizer.state_dict()) + repr(optimizer) + repr(vars(optimizer)) + repr(optimizer._description())
         assert KEY.decode() not in saved
         assert KEY.hex() not in saved
