@@ -70,6 +70,7 @@ class SignedTransport:
         """What is added to every message."""
         self.num_refused = [0] * self.num_replicas
         """Messages of each replica that were not signed as they must be."""
+        # Replicas exchange in the same order, so the count is the same on all; what fails before it is sent does not count.
         self._num_exchanges = 0
         self._session = b""
         if self.num_replicas > 1:
@@ -98,10 +99,11 @@ class SignedTransport:
         """Begin one all-gather. A message on a GPU is brought to the host first, and waited for."""
         if self.num_replicas == 1:
             return self._inner.start_all_gather_(messages_RB, what)
-        number = self._next_number()
+        number = self._num_exchanges
         signed_RB = torch.empty(self.num_replicas, messages_RB.shape[1] + _TAG_BYTES, dtype=torch.uint8)
         signed_RB[self.replica, :-_TAG_BYTES] = messages_RB[self.replica]
         self._sign_(signed_RB[self.replica], _GATHER, number, what)
+        self._num_exchanges += 1
         return _SignedGather(self, number, what, signed_RB, messages_RB, self._inner.start_all_gather_(signed_RB, what))
 
     def open_(self, signed_RB: Tensor, messages_RB: Tensor, number: int, what: str) -> list[int]:
@@ -123,11 +125,12 @@ class SignedTransport:
         """Overwrite ``tensor`` with one replica's, if that has signed it."""
         if self.num_replicas == 1:
             return
-        number = self._next_number()
+        number = self._num_exchanges
         signed_B = torch.zeros(tensor.numel() * tensor.element_size() + _TAG_BYTES, dtype=torch.uint8)
         if self.replica == source:
             signed_B[:-_TAG_BYTES] = tensor.detach().contiguous().view(-1).view(torch.uint8)
             self._sign_(signed_B, _BROADCAST, number, what)
+        self._num_exchanges += 1
         self._inner.broadcast_(signed_B, what, source)
         if self.replica == source:
             return
@@ -135,11 +138,6 @@ class SignedTransport:
             self.num_refused[source] += 1
             raise ExchangeError(f"{what}: {_not_signed(source)}")
         tensor.copy_(signed_B[:-_TAG_BYTES].view(tensor.dtype).view(tensor.shape))
-
-    def _next_number(self) -> int:
-        # Replicas exchange in the same order, so the count is the same on all of them.
-        self._num_exchanges += 1
-        return self._num_exchanges
 
     def _sign_(self, signed_B: Tensor, kind: bytes, number: int, what: str) -> None:
         """Write the tag behind the message that is there."""

@@ -240,6 +240,25 @@ def test_a_broadcast_of_before_does_not_pass() -> None:
     assert said[1] == ["no error"] * 2
 
 
+def test_what_fails_before_it_is_sent_does_not_put_replicas_out_of_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object) -> None:
+        raise MemoryError("no room")
+
+    def work(transport: LoopbackTransport) -> list[list[list[int]]]:
+        signed = SignedTransport(transport, KEY)
+        if transport.replica == 1:
+            with monkeypatch.context() as patch:
+                patch.setattr(signed, "_sign_", no_room)
+                with pytest.raises(MemoryError):
+                    signed.start_all_gather_(torch.zeros(2, 5, dtype=torch.uint8), "first")
+                with pytest.raises(MemoryError):
+                    signed.broadcast_(torch.zeros(3), "copy", source=1)
+        return exchange_four_times(signed)
+
+    results = run_replicas(work, 2, timeout_seconds=10)
+    assert results == [[[[10 * place] * 5, [10 * place + 1] * 5] for place in range(4)]] * 2
+
+
 def test_messages_in_which_zeros_mean_something_are_not_used() -> None:
     def work(transport: LoopbackTransport) -> str:
         signed = SignedTransport(Meddling(transport, flip), KEY)
