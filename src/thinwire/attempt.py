@@ -20,7 +20,7 @@ from thinwire.exchange.agreement import AllGather, name_the_difference
 from thinwire.exchange.plan import Bucket
 from thinwire.exchange.sharding import align_gradient, is_sharded
 from thinwire.exchange.traffic import Traffic
-from thinwire.exchange.transport import Pending, Transport, elastic, metered
+from thinwire.exchange.transport import Pending, Transport, bytes_on_wire, elastic, metered
 from thinwire.gradients import fingerprint, first_trouble
 from thinwire.local_step import Encoding, LocalStep
 from thinwire.sealing import empty_findings, inspect_, open_, read_findings, seal_
@@ -145,7 +145,7 @@ class Attempt:
 
     def _send(self, bucket: Bucket, encoding: Encoding) -> None:
         seal_(encoding.payload_B, self._local.is_fused)
-        self._traffic.add(bucket.payload_bytes, self._transport.num_replicas)
+        self._traffic.add(bytes_on_wire(self._transport, bucket.payload_bytes), self._transport.num_replicas)
         what = f"exchange of step {self.header.step}, bucket {bucket.index}"
         self._pending.append(self._transport.start_all_gather_(encoding.payloads_RB, what))
         self.num_sent += 1
@@ -298,9 +298,9 @@ def announce_plan(
         payloads_RB = torch.zeros(transport.num_replicas, bucket.payload_bytes, dtype=torch.uint8)
         open_(payloads_RB[transport.replica], mine)
         seal_(payloads_RB[transport.replica], fused=False)
-        traffic.add(bucket.payload_bytes, transport.num_replicas)
+        traffic.add(bytes_on_wire(transport, bucket.payload_bytes), transport.num_replicas)
         with traffic.waiting():
-            transport.start_all_gather_(payloads_RB, f"new plan before step {header.step}").wait()
+            transport.start_all_gather_(payloads_RB, f"exchange of step {header.step}, bucket {bucket.index}").wait()
         findings_RW = empty_findings(bucket, transport.num_replicas, torch.device("cpu"))
         inspect_(bucket, payloads_RB, findings_RW)
         for found in read_findings(bucket, findings_RW, mine):

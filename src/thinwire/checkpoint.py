@@ -48,6 +48,8 @@ def _parts(optimizer: "DeMo") -> dict[int, dict[str, list[int]]]:
 
 def load(optimizer: "DeMo", state_dict: dict[str, Any], residual: str) -> None:
     """Check everything first, then overwrite settings and state in place; on an error nothing has changed."""
+    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        state_dict = pre_hook(optimizer, state_dict) or state_dict
     wanted = check(optimizer, state_dict, residual)
     kept_back = {*STRUCTURAL_OPTIONS, "params", "param_names"}
     for mine, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
@@ -58,6 +60,8 @@ def load(optimizer: "DeMo", state_dict: dict[str, Any], residual: str) -> None:
         else:
             tensor.copy_(value)
     _keep_for_later(optimizer, state_dict["state"], residual)
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
     optimizer._num_skipped_steps = int(state_dict[KEY]["num_skipped_steps"])
     optimizer._company.received = ""
 

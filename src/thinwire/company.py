@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -10,8 +10,9 @@ from torch import Tensor
 from thinwire.attempt import Attempt, announce_plan
 from thinwire.core.errors import ThinwireError, check_float
 from thinwire.exchange.agreement import AllGather, hold_roll_call
-from thinwire.exchange.collective import default_transport, is_distributed
+from thinwire.exchange.collective import is_distributed
 from thinwire.exchange.plan import ExchangePlan, digest_of
+from thinwire.exchange.signed import choose_transport
 from thinwire.exchange.traffic import Traffic
 from thinwire.exchange.transport import Transport, metered
 from thinwire.gradients import check_own_gradients
@@ -21,14 +22,19 @@ _log = logging.getLogger("thinwire")
 
 
 class Company:
-    """``process_group`` or ``transport`` leads to the others; with neither, the default group does, if there is one."""
+    """``process_group`` or ``transport`` leads to the others; with neither, the default group does, if there is one.
+    ``secret`` is the key that all have."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None, transport: Transport | None, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        transport: Transport | None,
+        timeout_seconds: float,
+        secret: bytes | None,
+    ) -> None:
         check_float("timeout_seconds", timeout_seconds, 1e-3)
-        if transport is not None and process_group is not None:
-            raise ValueError("pass process_group or transport, not both")
-        self.transport = transport or default_transport(process_group, timeout_seconds)
         self.traffic = Traffic()
+        self.transport = choose_transport(transport, process_group, timeout_seconds, secret, self.traffic.setup)
         self.refused: Counter[int] = Counter()
         self.received = ""
         """What all must have received at the last step, as a hash."""
@@ -68,8 +74,9 @@ class Company:
         """Whether it is the plan that all know of."""
         return plan.digest == self._agreed_plan.digest
 
-    def renew(self, plan: ExchangePlan, header: Header, description: Sequence[str]) -> None:
-        """Before a step: if the plan is a new one, all must have it from this step on."""
+    def renew(self, plan: ExchangePlan, header: Callable[[], tuple[Header, list[str]]]) -> None:
+        """Before a step: if the plan is a new one, all must have it from this step on. ``header`` makes that of the step,
+        and what its digest was made from."""
         if self._waits_for_group and is_distributed() and dist.get_world_size() > 1:
             raise ThinwireError(
                 "torch.distributed was initialised after DeMo was built, so this replica would train alone; "
@@ -78,10 +85,10 @@ class Company:
         if self.is_alone:
             return
         if not self._agreed_plan.buckets:
-            hold_roll_call(description, self.all_gather)  # no payload would tell
+            hold_roll_call(header()[1], self.all_gather)  # no payload would tell
         elif not self.has_agreed_on(plan):
             # All replicas must change their plan at the same step, and must learn it if one of them did not.
-            announce_plan(self._agreed_plan.buckets, header, description, self.transport, self.traffic)
+            announce_plan(self._agreed_plan.buckets, *header(), self.transport, self.traffic)
         self._agreed_plan = plan
 
     def first_troubled(self, attempt: Attempt, parameters: Sequence[Tensor]) -> Header | None:

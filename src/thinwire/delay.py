@@ -25,6 +25,11 @@ class Delay:
         """The true parameters, while the model's run ahead."""
         self.under_way: Attempt | None = None
 
+    @property
+    def num_under_way(self) -> int:
+        """Exchanges that were begun and not applied."""
+        return 0 if self.under_way is None else 1
+
     def swap(self, attempt: Attempt) -> Attempt | None:
         """Leave this attempt under way, and take the one before it."""
         if not self.is_on:

@@ -59,6 +59,7 @@ class LocalStep:
         """Those in use."""
         self.verdicts: dict[torch.device, Tensor] = {}
         """Per device of the fused backend: 0 while the step at hand may be applied."""
+        self.rooms: dict[int, list[Encoding]] = {}
         self._reasons: set[str] = set()
         self._scratch = Scratch()
         self.steps: dict[Stack, StackStep] = {}
@@ -122,6 +123,15 @@ class LocalStep:
         findings_RW = empty_findings(bucket, num_replicas, device)
         told_RW = torch.empty_like(findings_RW, device="cpu", pin_memory=True) if device.type == "cuda" else findings_RW
         return Encoding(payloads_RB, replica, findings_RW, told_RW)
+
+    def rooms_for(self, turn: int, buckets: Sequence[Bucket], replica: int, num_replicas: int) -> list[Encoding]:
+        """Room for the payloads of all buckets, the same for every attempt of a turn, unless one that failed may still write
+        to it."""
+        if not all(encoding.is_safe for encoding in self.rooms.get(turn, ())):
+            self.rooms.clear()
+        if turn not in self.rooms:
+            self.rooms[turn] = [self.empty(bucket, replica, num_replicas) for bucket in buckets]
+        return self.rooms[turn]
 
     def _payload_device(self, bucket: Bucket) -> torch.device:
         devices = (self.tensors[index].parameter.device for index in bucket.tensors)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from thinwire.attempt import Attempt
-from thinwire.core.errors import AgreementError, ExchangeError, ThinwireError
+from thinwire.core.errors import AgreementError, ExchangeError, ThinwireError, TooFewReplicasError
 from thinwire.exchange.agreement import name_the_difference
 from thinwire.exchange.plan import digest_of
 from thinwire.exchange.transport import Elastic, Transport, elastic, metered
@@ -127,10 +127,12 @@ class Membership:
             raise ThinwireError("sharded replicas cannot come and go; start again from a checkpoint")
         while True:
             optimizer._company.is_meeting_called = False
-            if not self._transport.meet(is_broken, not self.is_newcomer):
-                return False
             try:
+                if not self._transport.meet(is_broken, not self.is_newcomer):
+                    return False
                 return self._become_alike_(optimizer)
+            except TooFewReplicasError:
+                raise
             except ExchangeError as error:
                 _log.warning("%s; the replicas meet again", error)
                 is_broken = True
@@ -157,7 +159,7 @@ class Membership:
         if transport.replica in stale:
             self._meeting = best.meeting
         self.is_newcomer, self.met_after = False, best.num_steps
-        optimizer._encodings.clear()  # of as many replicas as there were
+        optimizer._local.rooms.clear()  # of as many replicas as there were
         optimizer._company.received = f"meeting {transport.meeting}"
         return is_taken
 
@@ -182,8 +184,8 @@ class Membership:
             known = self._applied if own == source else attempt
             if known is None:
                 raise ThinwireError("a replica lacks a step whose payloads nobody has; start again from a checkpoint")
-            for payloads_RB in known.payloads:
-                self._transport.copy_(payloads_RB, "payloads of the last step", source, followers)
+            for bucket, payloads_RB in enumerate(known.payloads):
+                self._transport.copy_(payloads_RB, f"payloads of the last step, bucket {bucket}", source, followers)
         if attempt is None:
             return own in copiers
         if own in followers:
@@ -205,8 +207,8 @@ class Membership:
         own = self._transport.replica
         counts = torch.tensor([int(group["num_steps"]) for group in optimizer.param_groups])
         tensors = [tensor for _, tensor in optimizer._local.replicated()]
-        for tensor in [*tensors, counts, *self.carried]:
-            self._transport.copy_(tensor, f"copy of replica {source}'s state", source, copiers)
+        for number, tensor in enumerate([*tensors, counts, *self.carried]):
+            self._transport.copy_(tensor, f"copy of replica {source}'s state, tensor {number}", source, copiers)
         if own not in copiers:
             return
         for group, count in zip(optimizer.param_groups, counts.tolist(), strict=True):

@@ -1,8 +1,8 @@
 """DeMo as a `torch.optim.Optimizer`: `DeMo.step` reads as the algorithm does."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakMethod
 
@@ -22,7 +22,7 @@ from thinwire.exchange.plan import ExchangePlan
 from thinwire.exchange.sharding import find_island
 from thinwire.exchange.transport import Transport
 from thinwire.gradients import tell_trouble
-from thinwire.local_step import BACKENDS, Encoding, LocalStep
+from thinwire.local_step import BACKENDS, LocalStep
 from thinwire.membership import membership_of
 from thinwire.options import PUBLISHED_OPTIONS, check_group
 from thinwire.overlap import Overlap, check_nothing_changed
@@ -72,6 +72,7 @@ class DeMo(Optimizer):
         on_drift: ``raise`` if they do not, ``warn``, or ``repair`` by copying what most of them hold.
         process_group: the replicas; the default group if `torch.distributed` is initialised, else one replica.
         transport: any other way to reach the replicas, e.g. `thinwire.exchange.loopback`; excludes ``process_group``.
+        secret: a key of at least 16 bytes, the same on all replicas, with which all that they send is signed.
         sync_parameters: start from replica 0's parameters.
         timeout_seconds: the longest wait for another replica.
         num_buckets: payloads, and so collectives, per step; 1, or 8 with ``overlap``.
@@ -112,6 +113,7 @@ class DeMo(Optimizer):
         on_drift: str = "raise",
         process_group: dist.ProcessGroup | None = None,
         transport: Transport | None = None,
+        secret: bytes | None = None,
         sync_parameters: bool = True,
         timeout_seconds: float = 300.0,
         num_buckets: int | None = None,
@@ -140,10 +142,8 @@ class DeMo(Optimizer):
         super().__init__(params, group_options)
         self._num_skipped_steps = 0
         self._unsettled: Attempt | None = None
-        self._encodings: dict[int, list[Encoding]] = {}
-        self._turn = 0
-        self._timeout_seconds = timeout_seconds
-        self._company = Company(process_group, transport, timeout_seconds)
+        self._turn, self._timeout_seconds = 0, timeout_seconds
+        self._company = Company(process_group, transport, timeout_seconds, secret)
         self._transport, self.traffic = self._company.transport, self._company.traffic
         self.refused_payloads = self._company.refused
         """How many payloads of which replica did not count."""
@@ -216,8 +216,7 @@ class DeMo(Optimizer):
     def _try_step(self) -> bool:
         """False: the replicas had to meet or to be made alike first, and all try again."""
         self.synchronize()
-        is_called = self.membership.is_newcomer or self._company.is_meeting_called
-        if is_called and self.membership.meet_(self, is_broken=False):
+        if self._is_meeting_due and self.membership.meet_(self, is_broken=False):
             return True  # this replica was given another's parameters, and has no gradients of them
         try:
             self._attempt_step()
@@ -338,19 +337,17 @@ class DeMo(Optimizer):
         for group in self.param_groups:
             group["num_steps"] += steps
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> AbstractContextManager[None]:
         """Add up gradients inside, and leave them to `step()`. Only with ``overlap`` does it make a difference: there, all
         backward passes but the last before a step must run inside; or every one, if gradients are clipped or unscaled."""
-        with self._overlap.held_back() if self._overlap is not None else nullcontext():
-            yield
+        return self._overlap.held_back() if self._overlap is not None else nullcontext()
 
     def _prepare(self) -> None:
         """All that may change what replicas have agreed on, before a step begins."""
         self.synchronize()
         self.traffic.start_step()
         self._refresh()
-        self._company.renew(self._plan, *self._header())
+        self._company.renew(self._plan, self._header)
         if self.num_replicas > 1 and self.drift.is_due(self.num_steps):
             self.check_drift()
 
@@ -365,11 +362,16 @@ class DeMo(Optimizer):
         """The attempt of the step to come, during backward; None if something has changed that `step()` must see to."""
         self.synchronize()
         is_as_planned = signature_of(self.param_groups, self.state) == self._planned_signature
-        is_called = self.membership.is_newcomer or self._company.is_meeting_called
-        if not is_as_planned or is_called or not self._company.has_agreed_on(self._plan):
+        # Where replicas come and go, an exchange may fail, and must not fail inside backward.
+        is_left = self._is_meeting_due or (self.membership.can_change and self.drift.is_due(self.num_steps))
+        if not is_as_planned or is_left or not self._company.has_agreed_on(self._plan):
             return None
         self._prepare()
         return self._attempt()
+
+    @property
+    def _is_meeting_due(self) -> bool:
+        return self.membership.is_newcomer or self._company.is_meeting_called
 
     def _check_idle(self) -> None:
         """Before anything that would meet half a step."""
@@ -384,30 +386,22 @@ class DeMo(Optimizer):
         header, description = self._header()
         options = (self._company.compares, self._on_bad_payload == "drop" and self.num_replicas > 1)
         groups = [self._group_step(group) for group in self.param_groups]
-        self._turn = (self._turn + self._num_under_way) % 2  # payloads under way keep their place
-        if not all(encoding.is_safe for encoding in self._encodings.get(self._turn, ())):
-            self._encodings.clear()
-        if self._turn not in self._encodings:
-            place = (self.replica, self.num_replicas)
-            self._encodings[self._turn] = [self._local.empty(bucket, *place) for bucket in self._plan.buckets]
-        buckets = list(zip(self._plan.buckets, self._encodings[self._turn], strict=True))
+        self._turn = (self._turn + self._delay.num_under_way) % 2  # payloads under way keep their place
+        rooms = self._local.rooms_for(self._turn, self._plan.buckets, self.replica, self.num_replicas)
+        buckets = list(zip(self._plan.buckets, rooms, strict=True))
         attempt = Attempt(buckets, self._local, groups, header, description, self._transport, self.traffic, *options)
         self.membership.begin(attempt)
         return attempt
-
-    @property
-    def _num_under_way(self) -> int:
-        return 0 if self._delay.under_way is None else 1
 
     def _header(self) -> tuple[Header, list[str]]:
         """Of the step to come, and what its digest was made from."""
         # Alone, nobody compares digests.
         description = self._description() if self.num_replicas > 1 else []
-        number = self.num_steps + self._num_under_way + 1
+        number = self.num_steps + self._delay.num_under_way + 1
         return self._company.header(description, number, self.membership.calls_meeting), description
 
     def _group_step(self, group: dict[str, Any]) -> GroupStep:
-        return group_step(group, self._from_scaler("grad_scale"), self._num_under_way)
+        return group_step(group, self._from_scaler("grad_scale"), self._delay.num_under_way)
 
     def _from_scaler(self, name: str) -> float | None:
         """What a GradScaler has set on this optimizer for the time of one step()."""
@@ -471,7 +465,6 @@ class DeMo(Optimizer):
         self._planned_signature = signature_of(self.param_groups, self.state)
         named = zip((spec.name for spec in self._plan.tensors), self._local.sources, strict=True)
         self.island = find_island(named, getattr(self._transport, "ranks", ()))
-        self._encodings.clear()
         if self._overlap is not None:
             self._overlap.remove()
             self._overlap = None
@@ -499,11 +492,7 @@ class DeMo(Optimizer):
         """
         check_choice("residual", residual, checkpoint.RESIDUAL_POLICIES)
         self.check_between_steps()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
         checkpoint.load(self, state_dict, residual)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Refused: a copy would share this replica's place among the others."""

@@ -11,7 +11,7 @@ from thinwire.core.update_rules import UPDATE_RULES, Hyper
 from thinwire.exchange.plan import ExchangePlan, TensorSpec, make_plan
 from thinwire.exchange.sharding import local_of, part_of
 from thinwire.exchange.traffic import Count
-from thinwire.exchange.transport import Transport
+from thinwire.exchange.transport import Transport, bytes_on_wire
 from thinwire.options import MOMENTUM_DTYPES, check_parameter, coding_of, lr_of, settings_lines
 from thinwire.slabs import LocalTensor
 from thinwire.stack_step import GroupStep
@@ -115,7 +115,7 @@ def copy_first_parameters(groups: Sequence[Group], transport: Transport, setup: 
     for parameter in (parameter for group in groups for parameter in group["params"]):
         local = local_of(parameter).data
         if local.numel() and local.layout == torch.strided:
-            setup.add(local.numel() * local.element_size(), transport.num_replicas)
+            setup.add(bytes_on_wire(transport, local.numel() * local.element_size()), transport.num_replicas)
             transport.broadcast_(local, "first copy of replica 0's parameters")
 
 

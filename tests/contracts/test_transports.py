@@ -14,6 +14,7 @@ from thinwire import AgreementError, DeMo, ExchangeError, PayloadError
 from thinwire.exchange.agreement import hold_roll_call
 from thinwire.exchange.collective import CollectiveTransport
 from thinwire.exchange.loopback import LoopbackHub, LoopbackTransport, run_replicas
+from thinwire.exchange.signed import SignedTransport
 from thinwire.exchange.transport import SoloTransport, Transport, all_gather
 from thinwire.sealing import seal_
 from thinwire.wire.codec import ChunkCodec
@@ -46,21 +47,31 @@ def check(results: list[list[Any]]) -> None:
         assert all(copy == [[7.0, 7.0]] * 3 for copy in copies)
 
 
+KEY = b"sixteen bytes..."
+
+
 def test_solo() -> None:
     check([exercise(SoloTransport())])
+    check([exercise(SignedTransport(SoloTransport(), KEY))])
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 5])
 def test_loopback(num_replicas: int) -> None:
     check(run_replicas(exercise, num_replicas))
+    check(run_replicas(lambda transport: exercise(SignedTransport(transport, KEY)), num_replicas))
 
 
-def _collective(rank: int) -> list[Any]:
-    return exercise(CollectiveTransport(torch.distributed.group.WORLD, 30.0))
+def _collective(rank: int) -> list[list[Any]]:
+    plain = CollectiveTransport(torch.distributed.group.WORLD, 30.0)
+    signed = SignedTransport(plain, KEY)
+    assert signed.ranks == plain.ranks == [0, 1, 2]
+    return [exercise(plain), exercise(signed)]
 
 
 def test_collective() -> None:
-    check(run_ranks(_collective, 3))
+    plain, signed = zip(*run_ranks(_collective, 3), strict=True)
+    check(list(plain))
+    check(list(signed))
 
 
 @pytest.mark.gpu
@@ -73,6 +84,11 @@ def test_collective_over_nccl(tmp_path: Path) -> None:
         check([exercise(transport, torch.device("cuda"))])
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_signed_messages_on_a_gpu() -> None:
+    check(run_replicas(lambda transport: exercise(SignedTransport(transport, KEY), torch.device("cuda")), 3))
 
 
 def test_a_replica_that_does_not_come_is_named_at_the_deadline() -> None:

@@ -58,6 +58,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--device", "cuda"], "device=cuda, but torch sees no CUDA device here"),
         (["--lr", "1e6", "--warmup-steps", "0", "--optimizer", "sgd", "--clip", "0"], "try a smaller --lr"),
         (["--wandb", "project"], "needs the package wandb"),
+        (["--key-file", "nowhere"], "key_file='nowhere': there is no such file"),
+        (["--key-file", "folder"], "key_file='folder': there is no such file"),
+        (["--key-file", "short.key"], "key_file='short.key' holds 15 bytes, a key needs 16"),
+        (["--key-file", "open.key"], "key_file='open.key' is open to other users (mode 640): chmod 600 open.key"),
+        (["--key-file", "good.key", "--optimizer", "adamw"], "key_file cannot sign the gradients that optimizer=adamw"),
     ],
 )
 def test_one_line_says_what_is_wrong(
@@ -69,7 +74,12 @@ def test_one_line_says_what_is_wrong(
     (here / "some.txt").write_text("some text\n" * 200)
     (here / "typo.toml").write_text("momentum_decai = 0.9\n")
     (here / "folder").mkdir()
-    assert words in line_of([*TRAIN, "--out", "run", *arguments], capsys)
+    for name, mode, key in (("short", 0o600, "x" * 15 + " \n"), ("open", 0o640, "x" * 16), ("good", 0o600, "x" * 16)):
+        (here / f"{name}.key").write_text(key)
+        (here / f"{name}.key").chmod(mode)
+    line = line_of([*TRAIN, "--out", "run", *arguments], capsys)
+    assert words in line
+    assert "xxx" not in line, "a key must not be shown"
     assert not list(here.rglob("*.safetensors"))
 
 

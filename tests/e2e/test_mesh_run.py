@@ -22,10 +22,18 @@ def losses(folder: Path) -> dict[int, float]:
 
 def test_sharded_replicas_train_and_go_on_elsewhere(tmp_path: Path) -> None:
     mesh = ["--mesh", "replicate=2,shard=2"]
-    shown = run(*RUN, *mesh, "--steps", "6", "--out", "run", cwd=tmp_path)
-    assert "2 replicas of 2 ranks each" in shown
+    run(*RUN, *mesh, "--steps", "1", "--sample-tokens", "0", "--out", "plain", cwd=tmp_path)
+    (tmp_path / "key").write_text("a key of the run")
+    (tmp_path / "key").chmod(0o600)
+    shown = run(*RUN, *mesh, "--steps", "6", "--key-file", "key", "--out", "run", cwd=tmp_path)
+    assert "2 replicas of 2 ranks each on cpu over gloo, signed" in shown
+    assert 'key_file = "key"' in (tmp_path / "run" / "config.toml").read_text()
+    written = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not any(b"a key of the run" in content for content in written)
     assert "a sample of its text" in shown
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    plain = json.loads((tmp_path / "plain" / "summary.json").read_text())
+    assert summary["sent_bytes_per_step"] == plain["sent_bytes_per_step"] + 32, "what leaves a replica is not signed"
     assert (summary["num_replicas"], summary["ranks_per_replica"]) == (2, 2)
     assert summary["dense_float32_bytes_per_step"] == 2 * summary["num_parameters"]
     sharded = losses(tmp_path / "run")

@@ -23,7 +23,14 @@ NUM_STEPS = 12
 
 def _train(rank: int, options: dict[str, Any]) -> tuple[Tensor, list[float], list[int]]:
     model, optimizer, losses = train(rank, NUM_STEPS, **options)
+    signed, signing, _ = train(rank, NUM_STEPS, secret=b"sixteen bytes...", **options)
+    assert torch.equal(flat(signed), flat(model)), "signing has changed the outcome"
     traffic = optimizer.traffic
+    tags = 32 * traffic.total.num_exchanges
+    assert signing.traffic.total.sent_bytes == traffic.total.sent_bytes + tags
+    secret = bytes([65 + rank]) * 16
+    said = _outcome(lambda: DeMo(build().parameters(), secret=secret, timeout_seconds=20))
+    assert said.startswith(f"ExchangeError: replica {rank} does not have the same key as replicas [")
     counts = [traffic.last_step.sent_bytes, traffic.last_step.received_bytes, traffic.total.sent_bytes]
     num_buckets = len(optimizer.plan.buckets)
     return flat(model), losses, [*counts, optimizer.plan.payload_bytes, traffic.last_step.num_exchanges, num_buckets]

@@ -176,7 +176,7 @@ def whole_step(parameters: Sequence[nn.Parameter], backend: str, topk: int, repl
     (bucket,) = optimizer.plan.buckets
     momenta = [optimizer.state[parameter]["momentum"] for parameter in parameters]
     encoding = optimizer._local.empty(bucket, 0, replicas)
-    optimizer._encodings = {0: [encoding]}
+    optimizer._local.rooms = {0: [encoding]}
     groups = [optimizer._group_step(group) for group in optimizer.param_groups]
     for payload_B in reversed(encoding.payloads_RB.unbind()):
         _shake(momenta)

@@ -21,6 +21,7 @@ from thinwire.training.checkpoints import available_steps
 from thinwire.training.config import TrainConfig, all_fields, check
 from thinwire.training.config_file import RECIPE_KEY, as_toml, override, read_file
 from thinwire.training.errors import TrainingError
+from thinwire.training.keys import read_key
 from thinwire.training.resuming import check_unchanged
 
 # A replica that dies more often than this has something wrong with it.
@@ -68,6 +69,7 @@ def command(arguments: list[str]) -> int:
 
         describe(config, num_replicas, Console())
         return 0
+    read_key(config.launch.key_file)  # said once, before replicas are started
     folder = _choose_folder(asked, place)
     if place.launcher == "none" and num_replicas > 1 and not config.launch.lighthouse:
         return _start_replicas(arguments, folder, num_replicas, asked)

@@ -28,6 +28,10 @@ class ExchangeError(ThinwireError):
     """An exchange did not finish: a replica is gone, late, or out of step."""
 
 
+class TooFewReplicasError(ExchangeError):
+    """Not enough replicas came to a meeting in time."""
+
+
 class NonFiniteGradientError(ThinwireError):
     """A replica has a gradient with NaN or Inf in it."""
 

@@ -38,7 +38,8 @@ def _unpack(row_B: Tensor, replica: int) -> bytes:
     magic, digest = _ROLL_CALL.unpack(row_B.cpu().numpy().tobytes())
     if magic != _MAGIC:
         raise AgreementError(
-            f"replica {replica} answered the roll call with other bytes; do all ranks run the same program and version?"
+            f"replica {replica} answered the roll call with other bytes; do all ranks run the same program and version, "
+            "and have all the secret or none?"
         )
     return bytes(digest)
 

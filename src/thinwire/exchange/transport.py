@@ -9,6 +9,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
+from thinwire.core.errors import ExchangeError
 from thinwire.exchange.traffic import Count, Traffic
 
 
@@ -75,7 +76,12 @@ class Elastic(Transport, Protocol):
         ...
 
     def copy_(self, tensor: Tensor, what: str, source: int, targets: Sequence[int]) -> None:
-        """Overwrite ``tensor`` on ``targets`` with that of ``source``; the others need not take part."""
+        """Overwrite ``tensor`` on ``targets`` with that of ``source``; the others need not take part. After a meeting no two
+        copies have the same name."""
+        ...
+
+    def leave(self) -> None:
+        """Hang up, and be no longer counted."""
         ...
 
 
@@ -84,11 +90,21 @@ def elastic(transport: Transport) -> Elastic | None:
     return cast(Elastic, transport) if hasattr(transport, "meet") else None
 
 
+def bytes_on_wire(transport: Transport, message_bytes: int) -> int:
+    """What one message takes there: a transport may add to it, and says how much as ``overhead_bytes``."""
+    return message_bytes + int(getattr(transport, "overhead_bytes", 0))
+
+
 def all_gather(transport: Transport, message_B: Tensor, what: str) -> Tensor:
-    """Everyone's messages (R, B), in replica order."""
+    """Everyone's messages (R, B), in replica order. Raises if the transport refused one, as it may say in ``refused`` of the
+    exchange: of a payload zeros are left, which its reader refuses, but zeros may mean something in other messages."""
     messages_RB = message_B.new_empty(transport.num_replicas, message_B.numel())
     messages_RB[transport.replica] = message_B
-    transport.start_all_gather_(messages_RB, what).wait()
+    exchange = transport.start_all_gather_(messages_RB, what)
+    exchange.wait()
+    refused = getattr(exchange, "refused", ())
+    if refused:
+        raise ExchangeError(f"{what}: what came from replicas {list(refused)} was not signed by them for this exchange")
     return messages_RB
 
 
@@ -96,7 +112,7 @@ def metered(transport: Transport, meter: Traffic | Count) -> Callable[[Tensor, s
     """`all_gather` whose bytes and waits are counted."""
 
     def gather(message_B: Tensor, what: str) -> Tensor:
-        meter.add(message_B.numel(), transport.num_replicas)
+        meter.add(bytes_on_wire(transport, message_B.numel()), transport.num_replicas)
         with meter.waiting():
             return all_gather(transport, message_B, what)
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from thinwire.core.errors import ExchangeError, check_float, check_int, first_line
+from thinwire.core.errors import ExchangeError, TooFewReplicasError, check_float, check_int, first_line
 from thinwire.exchange.collective import CollectiveTransport
 from thinwire.exchange.transport import Done, Pending
 
@@ -35,10 +35,6 @@ _log = logging.getLogger("thinwire")
 _PIECE_BYTES = 1 << 24
 _CONNECT = timedelta(seconds=10)
 _PAUSE_SECONDS = 0.2
-
-
-class TooFewReplicasError(ExchangeError):
-    """Not enough replicas came to a meeting in time."""
 
 
 class ElasticTransport(CollectiveTransport):

@@ -191,6 +191,9 @@ class LaunchConfig:
     """With --elastic or --lighthouse: when a replica is lost, go on without it, or stop with a checkpoint."""
     meet_every_seconds: float = 30.0
     """With --elastic or --lighthouse: how often replicas that are back, or new, are let in."""
+    key_file: str = ""
+    """File with a key of at least 16 bytes, the same on all replicas, with which they sign what they send each other; only
+    for demo and published, and not inside a sharded replica."""
 
 
 @dataclass(frozen=True)
@@ -251,6 +254,11 @@ def check(config: TrainConfig, num_replicas: int) -> None:
             raise ValueError(f"{name} is an option of optimizer=demo, not of {config.optim.optimizer}")
     if config.optim.clip_to_median and config.optim.combine == "majority_vote":
         raise ValueError("clip_to_median has no effect with combine=majority_vote, where sizes do not count")
+    if config.launch.key_file and config.optim.optimizer not in DECOUPLED_OPTIMIZERS:
+        raise ValueError(
+            f"key_file cannot sign the gradients that optimizer={config.optim.optimizer} averages through "
+            "DistributedDataParallel; leave it out, or use optimizer=demo"
+        )
     _check_mesh(config, num_replicas)
     _check_elastic(config, num_replicas)
     _check_batch(config.schedule, num_replicas)

@@ -39,6 +39,7 @@ _OWN_SETTINGS = (
     "wandb",
     "dataset",
     "tokenizer",
+    "key_file",
 )
 _LONGEST_NAME = 256
 _FINGERPRINT_EXAMPLES = 8
@@ -70,6 +71,14 @@ def choose_device(job: Job) -> torch.device:
     device = torch.device("cuda", local_number % num_gpus)
     torch.cuda.set_device(device)
     return device
+
+
+def agree_on_key(has_key: bool, transport: Transport) -> None:
+    """All replicas must sign, or none; to be asked while none does."""
+    rows = all_gather(transport, torch.tensor([has_key], dtype=torch.uint8), "use of a key")
+    for replica, row in enumerate(rows.cpu()):
+        if bool(row[0]) != bool(rows[0, 0]):
+            raise AgreementError(f"of replicas 0 and {replica} one was started with --key-file and the other without")
 
 
 def settle_folder(job: Job, transport: Transport) -> Job:

@@ -12,10 +12,9 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
-from thinwire.core.errors import CheckpointError, ExchangeError
-from thinwire.exchange.collective import default_transport
+from thinwire.core.errors import CheckpointError, ExchangeError, TooFewReplicasError
+from thinwire.exchange.signed import choose_transport
 from thinwire.exchange.transport import Elastic, Transport, elastic
-from thinwire.parallel.elastic import TooFewReplicasError
 from thinwire.parallel.group import backend_name, join
 from thinwire.parallel.sharding import gather_whole, sharding_of
 from thinwire.training.attendance import Attendance, elastic_transport
@@ -30,6 +29,7 @@ from thinwire.training.job import (
     Data,
     Job,
     agree,
+    agree_on_key,
     choose_device,
     common_facts,
     load_data,
@@ -39,6 +39,7 @@ from thinwire.training.job import (
     sizes_of,
 )
 from thinwire.training.journal import Journal
+from thinwire.training.keys import read_key
 from thinwire.training.methods import Decoupled, Method, build_method, lr_share
 from thinwire.training.models import build_model, loss_of, num_parameters
 from thinwire.training.reporter import Reporter
@@ -67,22 +68,34 @@ def run_replica(job: Job, console: Console) -> Outcome:
     disable_progress_bar()  # transformers' own would tear the display
     device = choose_device(job)
     seed_everything(job.config.run.seed)
-    if job.config.launch.lighthouse:
-        transport: Transport = elastic_transport(job.config)
+    launch, key = job.config.launch, read_key(job.config.launch.key_file)
+    if launch.lighthouse:
+        transport = choose_transport(elastic_transport(job.config), None, launch.timeout_seconds, key)
     else:
-        transport = join(job.place, device, job.config.launch.backend, job.config.launch.timeout_seconds)
+        transport = join(job.place, device, launch.backend, launch.timeout_seconds)
+        agree_on_key(key is not None, transport)
+        transport = choose_transport(transport, None, launch.timeout_seconds, key)
         job = settle_folder(job, transport)
     with ExitStack() as stack:
-        run = Run(job, device, transport, console, stack)
+        run = Run(job, device, transport, key, console, stack)
         run.train()
         return run.outcome()
 
 
 class Run:
-    """All parts of a replica's run."""
+    """All parts of a replica's run. ``key`` is the one that ``transport`` signs with, if it does."""
 
-    def __init__(self, job: Job, device: torch.device, transport: Transport, console: Console, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        job: Job,
+        device: torch.device,
+        transport: Transport,
+        key: bytes | None,
+        console: Console,
+        stack: ExitStack,
+    ) -> None:
         self._job, self._config, self._device, self._transport = job, job.config, device, transport
+        self._key = key
         self._sharding = sharding_of(job.config.launch.mesh, device, job.config.launch.timeout_seconds)
         # Over gloo DeMo waits for the GPU before each exchange anyway, so that waiting a little earlier costs nothing.
         is_decoupled = job.config.optim.optimizer in DECOUPLED_OPTIMIZERS
@@ -171,7 +184,8 @@ class Run:
         self._callable_model: nn.Module = compiled
         reach = self._transport
         if self._sharding is not None:
-            reach = default_transport(self._sharding.between_replicas, self._config.launch.timeout_seconds)
+            group, timeout_seconds = self._sharding.between_replicas, self._config.launch.timeout_seconds
+            reach = choose_transport(None, group, timeout_seconds, self._key)
         self._method: Method = build_method(self._config.optim, self._model, self._callable_model, reach)
 
     def _restore(self, checkpoint: Path) -> None:
@@ -230,6 +244,7 @@ class Run:
         if self._sharding is not None:
             shape = self._sharding.shape
             replicas = f"{_count(shape.replicate, 'replica')} of {shape.shard} ranks each"
+        backend += ", signed" if num_replicas > 1 and self._key is not None else ""
         self._reporter.say(f"{optim.optimizer}{rule}, {replicas} on {self._device.type}{backend}, run in {self._job.folder}")
         if self._state.step:
             policy = self._job.residual

@@ -12,7 +12,7 @@ from thinwire.exchange.transport import Transport
 from thinwire.parallel.place import Place
 from thinwire.training.config import DataConfig, TrainConfig
 from thinwire.training.errors import TrainingError
-from thinwire.training.job import Job, agree, lock, settle_folder
+from thinwire.training.job import Job, agree, agree_on_key, lock, settle_folder
 from thinwire.training.text import load_text
 
 
@@ -37,7 +37,8 @@ def outcome(config: TrainConfig, text: bytes, step: int, transport: Transport, f
 
 def test_equal_data_under_other_names_is_fine(tmp_path: Path) -> None:
     def work(transport: Transport) -> str:
-        config = replace(TrainConfig(), launch=replace(TrainConfig().launch, threads=transport.replica))
+        own = {"threads": transport.replica, "key_file": f"{transport.replica}.key"}
+        config = replace(TrainConfig(), launch=replace(TrainConfig().launch, **own))
         return outcome(config, b"abcdefgh" * 50, 0, transport, tmp_path)
 
     assert run_replicas(work, 2) == ["agreed", "agreed"]
@@ -77,6 +78,17 @@ def test_a_name_that_leads_elsewhere_is_refused(name: str) -> None:
         return "refused"
 
     assert run_replicas(work, 2) == ["refused"] * 2
+
+
+def test_all_or_none_have_a_key() -> None:
+    def work(transport: Transport) -> str:
+        agree_on_key(True, transport)
+        agree_on_key(False, transport)
+        with pytest.raises(AgreementError) as error:
+            agree_on_key(transport.replica == 2, transport)
+        return str(error.value)
+
+    assert run_replicas(work, 3) == ["of replicas 0 and 2 one was started with --key-file and the other without"] * 3
 
 
 def test_one_run_at_a_time_in_a_folder(tmp_path: Path) -> None:
