@@ -1,5 +1,6 @@
 """The ``thinwire`` command: the one place that turns errors into one line and an exit code."""
 
+import errno
 import logging
 import os
 import sys
@@ -77,7 +78,7 @@ def _commands() -> dict[str, Callable[[list[str]], int]]:
 
 
 def _report(error: Exception, debug: bool) -> int:
-    from thinwire.parallel.launch import LAUNCHED, InterruptedRunError, ReplicaError, record_error
+    from thinwire.parallel.launch import LAUNCHED, MAY_PASS, InterruptedRunError, ReplicaError, record_error
 
     if isinstance(error, InterruptedRunError):
         return 128 + error.signal_number
@@ -88,6 +89,8 @@ def _report(error: Exception, debug: bool) -> int:
         traceback.print_exception(error)
     if LAUNCHED in os.environ and "TORCHELASTIC_ERROR_FILE" in os.environ:
         record_error(line, os.environ["TORCHELASTIC_ERROR_FILE"])
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            return MAY_PASS
     else:
         print(f"thinwire: {line}", file=sys.stderr)
     return 1

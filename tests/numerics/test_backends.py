@@ -16,7 +16,7 @@ from thinwire.exchange.plan import Coding, ExchangePlan, TensorSpec, make_plan
 from thinwire.local_step import Encoding, LocalStep
 from thinwire.slabs import LocalTensor
 from thinwire.stack_step import GroupStep, stack_records
-from thinwire.wire.payload import PROBLEM_WORD, Problem, Trouble
+from thinwire.wire.payload import PROBLEM_WORD, Problem, Trouble, Verdict
 from thinwire.wire.values import VALUE_CODECS
 
 pytest.importorskip("triton", reason="triton has no build for this platform")
@@ -241,28 +241,29 @@ def test_an_encoding_is_undone_if_the_verdict_says_so(
     plan = plan_for([(40, 50), (30,)], values=values, dense_below=40)
     parameters, momenta = parameters_for([(40, 50), (30,)], device), momenta_for(plan, device, momentum_dtype)
     parameters[0].grad = torch.randn_like(parameters[0])
-    for verdict in (0, 1):
+    for verdict in Verdict:
         step: LocalStep
         encoding: Encoding
         _, after, step, encoding = encoded(plan, "triton", parameters, momenta, group_step())
         as_encoded = [momentum.clone() for momentum in after]
         step.set_verdict_(verdict)
         step.undo_(plan.buckets[0], [group_step()], encoding)
-        for found, expected in zip(after, momenta if verdict else as_encoded, strict=True):
+        is_undone = verdict == Verdict.REFUSED
+        for found, expected in zip(after, momenta if is_undone else as_encoded, strict=True):
             rounding = 1e-5 if momentum_dtype == torch.float32 else 0.1
-            assert torch.allclose(found, expected, atol=rounding if verdict else 0)
+            assert torch.allclose(found, expected, atol=rounding if is_undone else 0)
         assert not torch.allclose(as_encoded[0], momenta[0], atol=0.2)
 
 
-@pytest.mark.parametrize("rule", ["adamw", "muon"])
-def test_nothing_is_applied_if_the_verdict_says_so(rule: str, device: torch.device) -> None:
+@pytest.mark.parametrize(("rule", "verdict"), [("adamw", Verdict.DAMAGED), ("muon", Verdict.REFUSED)])
+def test_nothing_is_applied_if_the_verdict_says_so(rule: str, verdict: Verdict, device: torch.device) -> None:
     shapes: Shapes = [(40, 50), (48, 32)]
     plan = plan_for(shapes)
     parameters = parameters_for(shapes, device)
     payload_B = encoded(plan, "torch", parameters, momenta_for(plan, device), group_step())[0]
     step = local_step(plan, "triton", parameters, momenta_for(plan, device), rule)
     before = [t.clone() for tensor in step.tensors for t in (tensor.parameter.data, *tensor.rule_state.values())]
-    step.set_verdict_(1)
+    step.set_verdict_(verdict)
     with torch.no_grad():
         step.apply_(plan.buckets[0], [group_step(rule)], payload_B[None], Decoding())
     after = [t for tensor in step.tensors for t in (tensor.parameter.data, *tensor.rule_state.values())]
@@ -282,7 +283,7 @@ def test_a_gradient_that_is_not_finite_is_reported_and_leaves_its_chunk_alone(ba
     word = int(payload_B.view(torch.int64)[PROBLEM_WORD])
     assert Trouble.unpack(word) == Trouble(Problem.NONFINITE, 1)
     assert all(momentum.isfinite().all() for momentum in after)
-    step.set_verdict_(1)
+    step.set_verdict_(Verdict.REFUSED)
     step.undo_(plan.buckets[0], [group_step()], encoding)
     for found, expected in zip(after, momenta, strict=True):
         assert torch.allclose(found, expected, atol=1e-5)

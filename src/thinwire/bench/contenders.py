@@ -171,6 +171,21 @@ def whole_step(parameters: Sequence[nn.Parameter], backend: str, topk: int, repl
     """All of ``DeMo.step()`` but the wire: gradients checked, payload sealed, everyone's checked."""
     device = parameters[0].device
     held = _allocated(device)
+    optimizer, prepare = with_echoes(parameters, backend, topk, replicas)
+    prepare()
+    optimizer.step()
+    (bucket,), num_parameters = optimizer.plan.buckets, sum(parameter.numel() for parameter in parameters)
+    momenta = [optimizer.state[parameter]["momentum"] for parameter in parameters]
+    held_bytes = max(0, _allocated(device) - held - sum(4 * momentum.numel() for momentum in momenta))
+    floor_bytes = 20 + (replicas + 1) * bucket.payload_bytes / num_parameters
+    step = {"step": lambda: _call(optimizer)}
+    return Contender(f"thinwire {backend}, step()", step, floor_bytes, 4, prepare, topk, replicas, held_bytes)
+
+
+def with_echoes(
+    parameters: Sequence[nn.Parameter], backend: str, topk: int, replicas: int
+) -> tuple[DeMo, Callable[[], None]]:
+    """An optimizer whose other replicas have all sent something already, and what must be called before each step."""
     optimizer = DeMo(list(parameters), lr=1e-6, topk=topk, backend=backend, transport=EchoTransport(replicas))
     optimizer._company._has_compared = True  # an echo has the same gradients
     (bucket,) = optimizer.plan.buckets
@@ -192,12 +207,7 @@ def whole_step(parameters: Sequence[nn.Parameter], backend: str, topk: int, repl
             encoding.payloads_RB[replica, :HEADER_BYTES].copy_(packed)
             seal_(encoding.payloads_RB[replica], optimizer._local.is_fused)
 
-    prepare()
-    optimizer.step()
-    held_bytes = max(0, _allocated(device) - held - sum(4 * momentum.numel() for momentum in momenta))
-    floor_bytes = 20 + (replicas + 1) * bucket.payload_bytes / sum(p.numel() for p in parameters)
-    step = {"step": lambda: _call(optimizer)}
-    return Contender(f"thinwire {backend}, step()", step, floor_bytes, 4, prepare, topk, replicas, held_bytes)
+    return optimizer, prepare
 
 
 def _shake(momenta: Sequence[Tensor]) -> None:

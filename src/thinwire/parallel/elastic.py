@@ -145,6 +145,7 @@ class ElasticTransport(CollectiveTransport):
             )
         except (RuntimeError, TimeoutError) as error:
             _log.info("no answer from the lighthouse: %s", first_line(error))
+            self._client = None
             return None
 
     def _is_as_it_was(self, participants: Sequence[Any]) -> bool:

@@ -22,6 +22,8 @@ from thinwire.core.errors import ThinwireError
 
 # Tells a replica that this launcher, not a person, reads its errors.
 LAUNCHED = "THINWIRE_LAUNCHED"
+# The exit code of a replica whose error may pass (EX_TEMPFAIL).
+MAY_PASS = 75
 # Until a replica listens to Ctrl-C itself, it may end without the traceback of an import.
 _START = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); from thinwire.cli import main; main()"
 _START_ONE = "from thinwire.parallel.launch import start_one; start_one()"
@@ -33,11 +35,12 @@ _SHUTDOWN_SECONDS = 600
 
 
 class ReplicaError(ThinwireError):
-    """A replica ended with an error; the message is that error. ``has_died``: it could not say so itself."""
+    """A replica ended with an error; the message is that error. ``may_pass``: it died without a word, or
+    of something like a full disk, and can be started again."""
 
-    def __init__(self, message: str, has_died: bool = False) -> None:
+    def __init__(self, message: str, may_pass: bool = False) -> None:
         super().__init__(message)
-        self.has_died = has_died
+        self.may_pass = may_pass
 
 
 class InterruptedRunError(ThinwireError):
@@ -127,9 +130,10 @@ def start_one() -> None:
             sys.exit(128 + error.signal_number)
         except ThinwireError as error:
             print(f"thinwire: {error}", file=sys.stderr)
-            # What it could say itself (a wrong setting, a full disk) would only happen again.
-            if not getattr(error, "has_died", False) or num_restarts == int(most_restarts):
+            # What a replica could say itself (a wrong setting) would only happen again.
+            if not getattr(error, "may_pass", False) or num_restarts == int(most_restarts):
                 sys.exit(1)
+            time.sleep(1.0)
 
 
 def _end_with(parent: int) -> None:
@@ -158,7 +162,7 @@ def _usable_port(port: int) -> int:
 def _describe(rank: int, failure: ProcessFailure) -> ReplicaError:
     data = failure.error_file_data
     if data and isinstance(data.get("message"), dict):
-        return ReplicaError(str(data["message"]["message"]))
+        return ReplicaError(str(data["message"]["message"]), may_pass=failure.exitcode == MAY_PASS)
     if failure.exitcode < 0:
-        return ReplicaError(f"replica {rank} was killed by {signal.Signals(-failure.exitcode).name}", has_died=True)
-    return ReplicaError(f"replica {rank} ended with exit code {failure.exitcode}", has_died=True)
+        return ReplicaError(f"replica {rank} was killed by {signal.Signals(-failure.exitcode).name}", may_pass=True)
+    return ReplicaError(f"replica {rank} ended with exit code {failure.exitcode}", may_pass=True)

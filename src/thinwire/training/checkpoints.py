@@ -72,13 +72,20 @@ class Checkpoints:
 
     def _find_keeper(self) -> int:
         """The first of the replicas that see this folder: each leaves a mark in it and looks for the others'."""
-        self._folder.mkdir(parents=True, exist_ok=True)
         token = torch.frombuffer(bytearray(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8).clone()
         self._transport.broadcast_(token, "token of this run")
         prefix = f".replica-{token.numpy().tobytes().hex()}-"
         mark = self._folder / f"{prefix}{self._transport.replica}"
-        mark.touch()
-        tell_problems(self._transport, "")
+        problem = ""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        except OSError as error:
+            problem = f"replica {self.number} could not write {self._folder}: {reason(error)}"
+        problems = [told for told in tell_problems(self._transport, problem) if told]
+        if problems:
+            mark.unlink(missing_ok=True)
+            raise CheckpointError(problems[0])
         seen = [int(path.name.removeprefix(prefix)) for path in self._folder.glob(prefix + "*")]
         tell_problems(self._transport, "")
         mark.unlink(missing_ok=True)

@@ -27,6 +27,7 @@ class News:
     first_step: int
     losses: list[float]
     stop: bool
+    num_replicas: int = 1
 
 
 class Journal:
@@ -77,4 +78,4 @@ class Journal:
                 raise TrainingError(
                     f"the loss of step {first_step + offset} is {loss}: try a smaller --lr or a longer warm-up"
                 )
-        return News(first_step, losses, bool((table[:, 0] != 0).any()))
+        return News(first_step, losses, bool((table[:, 0] != 0).any()), len(table))

@@ -2,23 +2,27 @@
 
 import hashlib
 import json
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from thinwire.training.errors import TrainingError
 
 Row = dict[str, Any]
+_log = logging.getLogger("thinwire")
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of a log; a last line that was cut off is left out."""
+    """All rows of a log; lines that were cut off are left out."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             rows.append(json.loads(line))
         except ValueError:
-            break
+            continue  # cut off when the run was killed, or by a full disk
     return rows
 
 
@@ -27,7 +31,9 @@ class RunLog:
 
     def __init__(self, folder: Path, first_step: int, tensorboard: bool, wandb: str, settings: dict[str, Any]) -> None:
         self.path = folder / "log.jsonl"
-        self._keep_until(first_step)
+        self._has_failed = False
+        with self._allowed_to_fail():
+            self._keep_until(first_step)
         self._file = self.path.open("a", encoding="utf-8")
         self._board = _tensorboard(folder / "tensorboard", first_step) if tensorboard else None
         self._wandb = _wandb(wandb, folder, settings) if wandb else None
@@ -41,7 +47,8 @@ class RunLog:
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Add a row."""
-        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        with self._allowed_to_fail():
+            self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         if self._board is not None:
             for name, value in numbers.items():
@@ -51,11 +58,23 @@ class RunLog:
 
     def flush(self) -> None:
         """Make sure that what was written is in the file."""
-        self._file.flush()
+        with self._allowed_to_fail():
+            self._file.flush()
+
+    @contextmanager
+    def _allowed_to_fail(self) -> Iterator[None]:
+        """A full disk costs rows of the log, not the run."""
+        try:
+            yield
+        except OSError as error:
+            if not self._has_failed:
+                _log.warning("%s misses rows: %s", self.path, error.strerror)
+            self._has_failed = True
 
     def close(self) -> None:
         """End all logs."""
-        self._file.close()
+        with self._allowed_to_fail():
+            self._file.close()
         if self._board is not None:
             self._board.close()
         if self._wandb is not None:

@@ -58,9 +58,8 @@ class Reporter:
             return
         for step, loss in enumerate(news.losses, news.first_step):
             lr = self._config.optim.lr * lr_share(self._config.schedule, step - 1)
-            self._log.write(
-                "step", step, loss=loss, lr=lr, sent_bytes=traffic.sent_bytes, received_bytes=traffic.received_bytes
-            )
+            counts = {"sent_bytes": traffic.sent_bytes, "received_bytes": traffic.received_bytes}
+            self._log.write("step", step, loss=loss, lr=lr, replicas=news.num_replicas, **counts)
         status = self._status(news, traffic, clock, examples_to_units, unit)
         self._log.write("speed", status.step, units_per_second=status.per_second, wait_share=status.wait_share)
         self._log.flush()

@@ -329,7 +329,8 @@ def test_a_payload_with_another_tag_is_refused_and_nothing_changes() -> None:
 
     def work(transport: LoopbackTransport) -> tuple[str, bool]:
         model = build()
-        optimizer = DeMo(model.parameters(), lr=1e-2, chunk=16, topk=8, transport=Meddling(transport, forge), secret=KEY)
+        options = {"chunk": 16, "topk": 8, "on_bad_payload": "raise", "secret": KEY}
+        optimizer = DeMo(model.parameters(), lr=1e-2, transport=Meddling(transport, forge), **options)
         for step in range(2):
             train_step(model, optimizer, step, transport.replica)
         before = flat(model).clone()

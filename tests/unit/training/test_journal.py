@@ -21,7 +21,7 @@ def test_everyone_hears_the_mean_of_every_step() -> None:
         return news
 
     for news in run_replicas(work, 3):
-        assert news == [News(11, [1.0, 2.0], False), News(13, [3.0, 4.0, 5.0, 6.0], False)]
+        assert news == [News(11, [1.0, 2.0], False, 3), News(13, [3.0, 4.0, 5.0, 6.0], False, 3)]
 
 
 def test_one_wish_to_stop_is_enough() -> None:

@@ -1,0 +1,251 @@
+"""Replicas that come and go, as threads: what they hold after a meeting."""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.training import build, flat, train_step
+from thinwire import AgreementError, DeMo, ExchangeError
+from thinwire.exchange.loopback import LoopbackHub
+from thinwire.exchange.transport import Pending
+
+NUM_STEPS = 6
+OPTIONS: dict[str, Any] = {"chunk": 16, "topk": 8, "dense_below": 0, "num_buckets": 2, "update": "adamw"}
+
+
+class Town:
+    """Where replicas meet: whose names each meeting has is known beforehand."""
+
+    def __init__(self, *meetings: str) -> None:
+        self.meetings = [tuple(names) for names in meetings]
+        self.hubs = [LoopbackHub(len(names), timeout_seconds=20) for names in self.meetings]
+        self.mail: dict[tuple[int, str, int], queue.Queue[Tensor]] = {}
+        self.lock = threading.Lock()
+
+    def box(self, meeting: int, what: str, target: int) -> "queue.Queue[Tensor]":
+        with self.lock:
+            return self.mail.setdefault((meeting, what, target), queue.Queue())
+
+
+class Citizen:
+    """An end of the wire. ``loses`` names exchanges that fail here, though the others get everything."""
+
+    def __init__(self, town: Town, name: str, loses: Sequence[str] = ()) -> None:
+        self._town, self._name, self.loses = town, name, list(loses)
+        self.replica, self.num_replicas, self.meeting, self.members = 0, 1, 0, (name,)
+        self.is_meeting_due = False
+        self._hub: Any = None
+
+    def meet(self, is_broken: bool, is_running: bool) -> bool:
+        self.leave()
+        later = range(self.meeting, len(self._town.meetings))
+        found = next((number for number in later if self._name in self._town.meetings[number]), None)
+        if found is None:
+            raise RuntimeError(f"{self._name} must not come to another meeting")
+        self.meeting, self.members = found + 1, self._town.meetings[found]
+        self.replica, self.num_replicas = self.members.index(self._name), len(self.members)
+        self._hub, self._wire = self._town.hubs[found], self._town.hubs[found].transport(self.replica)
+        return True
+
+    def leave(self) -> None:
+        if self._hub is not None:
+            self._hub.leave(self.replica)
+
+    def start_all_gather_(self, messages_RB: Tensor, what: str) -> Pending:
+        pending = self._wire.start_all_gather_(messages_RB, what)
+        if what in self.loses:
+            self.loses.remove(what)
+
+            def fail() -> None:
+                raise ExchangeError(f"{what}: lost")
+
+            pending.wait = fail  # type: ignore[method-assign]
+        return pending
+
+    def broadcast_(self, tensor: Tensor, what: str, source: int = 0) -> None:
+        self._wire.broadcast_(tensor, what, source)
+
+    def copy_(self, tensor: Tensor, what: str, source: int, targets: Sequence[int]) -> None:
+        if self.replica == source:
+            for target in targets:
+                self._town.box(self.meeting, what, target).put(tensor.clone())
+        elif self.replica in targets:
+            tensor.copy_(self._town.box(self.meeting, what, self.replica).get(timeout=20))
+
+
+def run_town(works: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Every name's work in a thread of its own; the first error is raised."""
+    results: dict[str, Any] = {}
+    errors: list[BaseException] = []
+
+    def run(name: str) -> None:
+        try:
+            results[name] = works[name]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(name,), daemon=True) for name in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "a replica hangs"
+    return results
+
+
+def momenta(optimizer: DeMo) -> list[Tensor]:
+    return [state["momentum"].clone() for state in optimizer.state.values()]
+
+
+def train(citizen: Citizen, seed: int, share: int, until: int = NUM_STEPS, **more: Any) -> tuple[Tensor, list[Tensor], DeMo]:
+    """Train until so many steps are taken, with the data of one share."""
+    model = build(seed)
+    optimizer = DeMo(model.parameters(), lr=1e-2, transport=citizen, **{**OPTIONS, **more})
+    optimizer.meet()
+    while optimizer.num_steps < until:
+        train_step(model, optimizer, optimizer.num_steps, share)
+    citizen.leave()
+    return flat(model).clone(), momenta(optimizer), optimizer
+
+
+def both(town: Town, loses: Sequence[str], overlap: bool = False) -> dict[str, Any]:
+    ends = {"a": Citizen(town, "a"), "b": Citizen(town, "b", loses)}
+    return run_town({name: lambda name=name: train(ends[name], ord(name), ord(name), overlap=overlap) for name in ends})
+
+
+def test_all_start_from_one_and_stay_alike() -> None:
+    results = both(Town("ab"), [])
+    assert torch.equal(results["a"][0], results["b"][0])
+    assert results["b"][2].membership.num_copies == 1
+    assert results["a"][2].membership.num_copies == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("bucket", [0, 1])
+def test_who_lacks_a_step_that_others_took_gets_its_payloads_and_nothing_is_lost(bucket: int, overlap: bool) -> None:
+    undisturbed = both(Town("ab"), [], overlap)
+    results = both(Town("ab", "ab"), [f"exchange of step 4, bucket {bucket}"], overlap)
+    for name in "ab":
+        assert torch.equal(results[name][0], undisturbed[name][0])
+    # b kept what it had sent out of its momentum, to the bit; a had begun step 5 and took it back, to rounding.
+    for found, expected in zip(results["b"][1], undisturbed["b"][1], strict=True):
+        assert torch.allclose(found, expected, atol=1e-6)
+    assert results["b"][2].membership.num_copies == 1, "only the first copy, of a's first parameters"
+
+
+def test_what_nobody_took_is_tried_again() -> None:
+    undisturbed = both(Town("ab"), [])
+    town = Town("ab", "ab")
+    lost = ["exchange of step 4, bucket 1"]
+    ends = {name: Citizen(town, name, lost) for name in "ab"}
+    results = run_town({name: lambda name=name: train(ends[name], ord(name), ord(name)) for name in ends})
+    assert torch.equal(results["a"][0], results["b"][0])
+    assert torch.allclose(results["a"][0], undisturbed["a"][0], atol=1e-4)
+    for name in "ab":
+        for found, expected in zip(results[name][1], undisturbed[name][1], strict=True):
+            assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_the_others_go_on_without_one_that_died_and_let_it_in_again() -> None:
+    town = Town("abc", "ab", "abc")
+    ends = {name: Citizen(town, name) for name in "abc"}
+    again = Citizen(town, "c")
+    again.meeting = 2
+    may_return = threading.Event()
+
+    def dies_and_returns() -> tuple[Tensor, list[Tensor], DeMo]:
+        train(ends["c"], 3, 3, until=2)
+        may_return.wait(20)
+        model = build(99)
+        optimizer = DeMo(model.parameters(), lr=1e-2, transport=again, **OPTIONS)
+        for state in optimizer.state.values():
+            state["momentum"].normal_()
+        counter = torch.zeros(2)
+        optimizer.meet([counter])
+        assert counter.tolist() == [7.0, 8.0], "what is carried along"
+        assert optimizer.num_steps == 4
+        assert all(not momentum.any() for momentum in momenta(optimizer)), "no residual of its own"
+        while optimizer.num_steps < NUM_STEPS:
+            train_step(model, optimizer, optimizer.num_steps, 3)
+        return flat(model).clone(), momenta(optimizer), optimizer
+
+    def stays(name: str) -> tuple[Tensor, list[Tensor], DeMo]:
+        model = build(ord(name))
+        optimizer = DeMo(model.parameters(), lr=1e-2, transport=ends[name], **OPTIONS)
+        optimizer.meet([torch.tensor([7.0, 8.0])])
+        while optimizer.num_steps < NUM_STEPS:
+            # Only the first replica calls a meeting, and all come to it before the next step.
+            ends[name].is_meeting_due = optimizer.num_steps == 3 and ends[name].meeting == 2
+            if ends[name].is_meeting_due:
+                may_return.set()
+            train_step(model, optimizer, optimizer.num_steps, ord(name))
+        return flat(model).clone(), momenta(optimizer), optimizer
+
+    results = run_town({"a": lambda: stays("a"), "b": lambda: stays("b"), "c": dies_and_returns})
+    assert torch.equal(results["a"][0], results["b"][0])
+    assert torch.equal(results["a"][0], results["c"][0])
+    assert [results[name][2].membership.num_copies for name in "abc"] == [0, 1, 1]
+
+
+def test_who_was_left_behind_takes_over_what_the_others_hold_and_keeps_its_momentum() -> None:
+    """c loses step 3, which the others take, and comes back only when they are at step 5: even if it had taken step 3 in
+    another company, the later meeting counts."""
+    town = Town("abc", "ab", "abc")
+    ends = {"a": Citizen(town, "a"), "b": Citizen(town, "b"), "c": Citizen(town, "c", ["exchange of step 3, bucket 1"])}
+    before: list[list[Tensor]] = []
+
+    def late() -> tuple[Tensor, list[Tensor], DeMo]:
+        model = build(3)
+        optimizer = DeMo(model.parameters(), lr=1e-2, transport=ends["c"], **OPTIONS)
+        optimizer.meet()
+        for step in range(2):
+            train_step(model, optimizer, step, 3)
+        before.append(momenta(optimizer))
+        train_step(model, optimizer, 2, 3)  # fails, and meets when the others do
+        assert optimizer.num_steps == 5
+        before.append(momenta(optimizer))
+        train_step(model, optimizer, 5, 3)
+        return flat(model).clone(), momenta(optimizer), optimizer
+
+    def stays(name: str) -> tuple[Tensor, list[Tensor], DeMo]:
+        model = build(ord(name))
+        optimizer = DeMo(model.parameters(), lr=1e-2, transport=ends[name], **OPTIONS)
+        optimizer.meet()
+        while optimizer.num_steps < NUM_STEPS:
+            ends[name].is_meeting_due = optimizer.num_steps == 4 and ends[name].meeting == 2
+            train_step(model, optimizer, optimizer.num_steps, ord(name))
+        return flat(model).clone(), momenta(optimizer), optimizer
+
+    results = run_town({"a": lambda: stays("a"), "b": lambda: stays("b"), "c": late})
+    assert all(torch.equal(results["a"][0], results[name][0]) for name in "bc")
+    assert all(bool(momentum.any()) for momentum in before[1])
+    assert any(not torch.equal(old, new) for old, new in zip(*before, strict=True)), "it has the gradient of the lost step"
+    assert results["c"][2].membership.num_copies == 2
+
+
+def test_a_newcomer_that_trains_something_else_is_turned_away_and_the_others_go_on() -> None:
+    town = Town("abc", "ab")
+    ends = {name: Citizen(town, name) for name in "abc"}
+
+    def stranger() -> str:
+        with pytest.raises(AgreementError, match=r"combine: 'mean_over_senders'.*combine: 'mean_over_replicas'"):
+            train(ends["c"], 3, 3, combine="mean_over_replicas")
+        ends["c"].leave()
+        return "turned away"
+
+    works: dict[str, Callable[[], Any]] = {name: lambda name=name: train(ends[name], ord(name), ord(name)) for name in "ab"}
+    results = run_town({**works, "c": stranger})
+    assert results["c"] == "turned away"
+    assert torch.equal(results["a"][0], results["b"][0])
+
+
+def test_delay_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"delay=1 does not go with"):
+        DeMo(build().parameters(), transport=Citizen(Town("a"), "a"), delay=1)
