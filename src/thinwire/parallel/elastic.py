@@ -35,6 +35,7 @@ _log = logging.getLogger("thinwire")
 _PIECE_BYTES = 1 << 24
 _CONNECT = timedelta(seconds=10)
 _PAUSE_SECONDS = 0.2
+_NOTICE_SECONDS = 15.0
 
 
 class ElasticTransport(CollectiveTransport):
@@ -102,6 +103,18 @@ class ElasticTransport(CollectiveTransport):
         """Ask the lighthouse who is there, and connect to them; see `Elastic`."""
         if is_broken:
             self._hang_up()  # the others then learn of it, if they wait for this replica
+        notice = threading.Timer(_NOTICE_SECONDS, self._say_that_it_waits)
+        notice.daemon = True
+        notice.start()
+        try:
+            return self._meet(is_broken, is_running)
+        finally:
+            notice.cancel()
+
+    def _say_that_it_waits(self) -> None:
+        _log.warning("%s waits at the lighthouse %s for %d replicas", self._name, self._address, self._num_expected)
+
+    def _meet(self, is_broken: bool, is_running: bool) -> bool:
         began = time.monotonic()
         while True:
             waited = time.monotonic() - began

@@ -116,6 +116,8 @@ def launch_elastic(arguments: Sequence[str], num_replicas: int, port: int, min_r
         raise InterruptedRunError(asked)
     if all(codes):
         raise ReplicaError("no replica came to the end; the lines above say why")
+    if any(codes) and not most_restarts:
+        raise ReplicaError("a replica was lost, and the others stopped with a checkpoint")
 
 
 def start_one() -> None:

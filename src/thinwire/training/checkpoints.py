@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -182,7 +182,8 @@ class Checkpoints:
             checkpoint = self._folder / _name(step)
             damage = self._damage_to(checkpoint)
             if not damage:
-                return checkpoint, read_run(checkpoint, self.number)
+                with suppress(OSError, CheckpointError):  # the others may be about to remove it
+                    return checkpoint, read_run(checkpoint, self.number)
             _log.warning("%s; the checkpoint before it is tried", damage)
         return None
 
@@ -195,7 +196,7 @@ class Checkpoints:
                 check_files(checkpoint, self.number, own)
             if self._transport.replica == 0:
                 check_model(checkpoint)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             return str(error)
         return ""
 

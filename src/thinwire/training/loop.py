@@ -1,6 +1,7 @@
 """One replica's run, from the first weights to the last checkpoint. `Run.train` is the loop."""
 
 import dataclasses
+import logging
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -45,6 +46,9 @@ from thinwire.training.models import build_model, loss_of, num_parameters
 from thinwire.training.reporter import Reporter
 from thinwire.training.stopping import StopRequest
 from thinwire.training.text import TextData
+
+_log = logging.getLogger("thinwire")
+_LOADING_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -115,15 +119,14 @@ class Run:
             self._checkpoints.clean()
         else:
             stack.enter_context(lock(job.folder, f".lock-{self._number}"))
-        checkpoint, self._state = self._find_start()
-        if self._elastic is None:
-            agree(self._config, self._data, self._state.step, transport)
         sizes = (len(self._data.train), self._config.schedule.batch)
         self._order = Order(*sizes, self._number, num_shares, self._config.run.seed)
-        self._build_model(checkpoint)
-        if checkpoint is not None:
-            self._restore(checkpoint)
-        if self._elastic is not None:
+        if self._elastic is None:
+            checkpoint, self._state = self._find_start()
+            agree(self._config, self._data, self._state.step, transport)
+            self._build(checkpoint)
+        else:
+            self._build_from_what_is_here()
             self._begin_attendance(self._elastic)
         self._stack = stack
         self._open_stream()
@@ -146,13 +149,7 @@ class Run:
 
     def _find_start(self) -> tuple[Path | None, RunState]:
         optimizer, num_replicas = self._config.optim.optimizer, self._transport.num_replicas
-        if self._elastic is not None:
-            num_replicas = self._config.launch.replicas
-            # A replica that was started again begins with the last checkpoint, and gets what came after it from the others.
-            found = self._checkpoints.newest_here()
-            if found is not None:
-                return found[0], dataclasses.replace(found[1], num_replicas=num_replicas)
-        if not self._job.resume or self._elastic is not None:
+        if not self._job.resume:
             return None, RunState(0, 0, num_replicas, optimizer, None, None, 0.0, 0, 0)
         checkpoint, state = self._checkpoints.load_run()
         if state.step >= self._config.schedule.steps:
@@ -166,6 +163,28 @@ class Run:
                 "--residual sum, mean, keep or zero say what is to become of their momenta"
             )
         return checkpoint, dataclasses.replace(state, num_replicas=num_replicas)
+
+    def _build_from_what_is_here(self) -> None:
+        """A replica that was started again begins with the last checkpoint, and gets what came after it from the others."""
+        launch, optimizer = self._config.launch, self._config.optim.optimizer
+        for _ in range(_LOADING_ATTEMPTS):
+            found = self._checkpoints.newest_here()
+            if found is None:
+                break
+            self._state = dataclasses.replace(found[1], num_replicas=launch.replicas)
+            try:
+                self._build(found[0])
+                return
+            except (CheckpointError, OSError) as error:
+                # The others, who go on training, may just have replaced it by a newer one.
+                _log.warning("%s", error)
+        self._state = RunState(0, 0, launch.replicas, optimizer, None, None, 0.0, 0, 0)
+        self._build(None)
+
+    def _build(self, checkpoint: Path | None) -> None:
+        self._build_model(checkpoint)
+        if checkpoint is not None:
+            self._restore(checkpoint)
 
     def _build_model(self, checkpoint: Path | None) -> None:
         self._model = build_model(self._config, sizes_of(self._data))
@@ -217,7 +236,9 @@ class Run:
     def _start_reporting(self, console: Console, stack: ExitStack) -> None:
         if self._checkpoints.is_keeper:
             aside = self._job.folder / "config.toml.new"
-            aside.write_text(as_toml(self._config), encoding="utf-8")
+            # Where to find the others is of this start, not of the run.
+            launch = dataclasses.replace(self._config.launch, lighthouse="", slot=0)
+            aside.write_text(as_toml(dataclasses.replace(self._config, launch=launch)), encoding="utf-8")
             aside.replace(self._job.folder / "config.toml")
         facts = (self._is_first, self._waits_are_known)
         self._reporter = Reporter(self._config, self._job.folder, self._state.step, *facts, console)
