@@ -5,6 +5,8 @@
 Altered bytes whose checksum was not made anew must always be refused, and so must sound payloads of another step, replica,
 bucket or plan. With a checksum made anew, as a malicious sender would, a payload may pass if every record in it is one that
 a replica could have sent; what passes is decoded and applied, and must move the parameters by no more than a step may.
+
+With --fused the kernels look at every payload too, on a GPU, and must come to the same as torch; they apply what passes.
 """
 
 import argparse
@@ -51,7 +53,8 @@ RESEALED = ("one bit, resealed", "random body, resealed", "all ones, resealed")
 class Target:
     """A replica that receives payloads of one coding."""
 
-    def __init__(self, values: str, chunk: int, topk: int) -> None:
+    def __init__(self, values: str, chunk: int, topk: int, fused: bool) -> None:
+        self.device, self.backend = torch.device("cuda" if fused else "cpu"), "triton" if fused else "torch"
         specs = [TensorSpec(f"p{i}", shape, "torch.float32", 0) for i, shape in enumerate(SHAPES)]
         self.plan: ExchangePlan = make_plan(specs, [Coding(chunk, topk, values, "adaptive", 8)], 1)
         self.bucket: Bucket = self.plan.buckets[0]
@@ -67,8 +70,9 @@ class Target:
         assert self.verdicts(self.sound_B[None]) == ["accepted"]
 
     def _tensors(self) -> list[LocalTensor]:
-        momenta = [empty_momentum(self.plan.layout_of(i), torch.float32, torch.device("cpu")) for i in range(len(SHAPES))]
-        return [LocalTensor(nn.Parameter(torch.zeros(s)), m) for s, m in zip(SHAPES, momenta, strict=True)]
+        momenta = [empty_momentum(self.plan.layout_of(i), torch.float32, self.device) for i in range(len(SHAPES))]
+        parameters = [nn.Parameter(torch.zeros(shape, device=self.device)) for shape in SHAPES]
+        return [LocalTensor(parameter, momentum) for parameter, momentum in zip(parameters, momenta, strict=True)]
 
     def _payload(self, header: Header) -> Tensor:
         tensors = self._tensors()
@@ -80,12 +84,16 @@ class Target:
         with torch.no_grad():
             local.encode_(self.bucket, [self.group], encoding)
         seal_(encoding.payload_B, fused=False)
-        return encoding.payload_B
+        return encoding.payload_B.cpu()
 
     def verdicts(self, payloads_RB: Tensor) -> list[str]:
         """What this replica makes of each."""
         findings_RW = empty_findings(self.bucket, len(payloads_RB), torch.device("cpu"))
         inspect_(self.bucket, payloads_RB, findings_RW)
+        if self.backend == "triton":
+            same_RW = self._findings_of_kernels(payloads_RB.to(self.device))
+            if not torch.equal(same_RW, findings_RW):
+                raise AssertionError(f"the kernels found {same_RW}, torch found {findings_RW}")
         found = []
         for row_W in findings_RW:
             (header,) = read_findings(self.bucket, row_W[None], self.expected)
@@ -98,12 +106,21 @@ class Target:
             found.append("accepted" if is_ours else "refused")
         return found
 
+    def _findings_of_kernels(self, payloads_RB: Tensor) -> Tensor:
+        from thinwire.kernels import checks
+
+        findings_RW = empty_findings(self.bucket, len(payloads_RB), self.device)
+        stacks = [(stack.codec, stack.offset_bytes, stack.num_chunks) for stack in self.bucket.stacks]
+        checks.inspect_(payloads_RB, stacks, findings_RW)
+        checks.judge_(payloads_RB, 0, findings_RW, torch.zeros(1, dtype=torch.int32, device=self.device))
+        return findings_RW.cpu()
+
     def is_harmless(self, payload_B: Tensor) -> bool:
         """Whether a payload that passed moves the parameters by no more than a step may."""
         tensors = self._tensors()
-        local = LocalStep(self.plan, tensors, "torch")
+        local = LocalStep(self.plan, tensors, self.backend)
         with torch.no_grad():
-            local.apply_(self.bucket, [self.group], payload_B[None], Decoding())
+            local.apply_(self.bucket, [self.group], payload_B[None].to(self.device), Decoding())
         return all(bool((tensor.parameter.abs() <= LR * 1.0001).all()) for tensor in tensors)
 
 
@@ -140,9 +157,9 @@ def mutate(kind: str, sound_B: Tensor) -> Tensor:
     return rows
 
 
-def fuzz(num_payloads: int) -> list[dict[str, Any]]:
+def fuzz(num_payloads: int, fused: bool) -> list[dict[str, Any]]:
     """A row per coding and kind of mutation; raises at the first payload that should not have passed."""
-    targets = {coding: Target(*coding) for coding in CODINGS}
+    targets = {coding: Target(*coding, fused) for coding in CODINGS}
     kinds = (*ALTERED, *FOREIGN, *RESEALED)
     batches = -(-num_payloads // (BATCH * len(CODINGS) * len(kinds)))
     rows = []
@@ -175,11 +192,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--payloads", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fused", action="store_true")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     torch.manual_seed(asked.seed)
     torch.set_num_threads(1)
-    rows = fuzz(asked.payloads)
+    rows = fuzz(asked.payloads, asked.fused)
     totals = {name: sum(row[name] for row in rows) for name in ("payloads", "refused", "unchanged", "accepted")}
     print(json.dumps(totals))
     if asked.out:
