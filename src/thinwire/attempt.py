@@ -174,8 +174,8 @@ class Attempt:
             damage = Verdict.DAMAGED if self._drops else Verdict.REFUSED
             checks.judge_(encoding.payloads_RB, encoding.replica, encoding.findings_RW, verdict, damage)
 
-    def check(self) -> list[Header]:
-        """The headers of all whose payloads count, bucket by bucket. Waits for the device.
+    def check(self, is_catching_up: bool = False) -> list[Header]:
+        """All sound headers, bucket by bucket; ``refused`` says whose payloads do not count. Waits for the device.
 
         Raises, on every replica that sees it, unless all payloads are sound, or all but a few that can be left out, and all
         replicas agree, and nobody gave up.
@@ -192,10 +192,17 @@ class Attempt:
                     self.refused.setdefault(replica, found)
                 else:
                     headers.append(found)
-        if self.refused and (not self._drops or self.header.replica in self.refused):
-            raise next(iter(self.refused.values()))
-        headers = [header for header in headers if header.replica not in self.refused]
+        if self.refused and not is_catching_up:
+            if not self._drops or self.header.replica in self.refused:
+                raise next(iter(self.refused.values()))
+            if len(self.refused) == len(self._buckets[0][1].payloads_RB) - 1:
+                words = (
+                    f"step {self.header.step}: no payload of another replica is sound; is this one's own network at fault?"
+                )
+                raise ExchangeError(f"{words} ({next(iter(self.refused.values()))})")
         received.update(repr(sorted(self.refused)).encode())
+        if is_catching_up and any(header.digest != self.header.digest for header in headers):
+            raise ExchangeError(f"step {self.header.step} is not one that this replica can follow")
         _compare_digests(headers, self.header, self.description, metered(self._transport, self._traffic))
         for header in headers:
             if header.gave_up:
@@ -221,11 +228,19 @@ class Attempt:
         """Everyone's, bucket by bucket."""
         return [encoding.payloads_RB for _, encoding in self._buckets]
 
-    def catch_up_(self, decoding: Decoding) -> None:
+    def catch_up_(self, given: Sequence[Tensor], decoding: Decoding) -> None:
         """Apply the payloads that another replica has applied, and has now given to this one."""
-        self._pending.clear()
+        own, sent = self.header.replica, [payloads_RB[self.header.replica].clone() for payloads_RB in self.payloads]
+        for payloads_RB, theirs_RB in zip(self.payloads, given, strict=True):
+            payloads_RB.copy_(theirs_RB)
         self._inspect_()
-        self.check()
+        try:
+            self.check(is_catching_up=True)
+        finally:
+            for payloads_RB, mine_B in zip(self.payloads, sent, strict=True):
+                payloads_RB[own].copy_(mine_B)
+        if own in self.refused:  # the others had to leave it out: it returns to the momentum
+            self.be_late().take_back_()
         self.apply_late_(decoding)
 
     def take_back_(self) -> None:

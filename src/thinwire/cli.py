@@ -89,7 +89,7 @@ def _report(error: Exception, debug: bool) -> int:
         traceback.print_exception(error)
     if LAUNCHED in os.environ and "TORCHELASTIC_ERROR_FILE" in os.environ:
         record_error(line, os.environ["TORCHELASTIC_ERROR_FILE"])
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        if getattr(error, "may_pass", False) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             return MAY_PASS
     else:
         print(f"thinwire: {line}", file=sys.stderr)

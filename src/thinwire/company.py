@@ -41,7 +41,7 @@ class Company:
         self.is_meeting_called = False
         """Whether a replica wanted, at the last step, that all meet."""
         self._waits_for_group = transport is None and process_group is None and not is_distributed()
-        self._has_compared = False
+        self.has_compared = False
         self._agreed_plan: ExchangePlan
 
     @property
@@ -52,7 +52,7 @@ class Company:
     @property
     def compares(self) -> bool:
         """Whether to look if all replicas have the same gradients, which has not been done yet."""
-        return not self.is_alone and not self._has_compared
+        return not self.is_alone and not self.has_compared
 
     @property
     def all_gather(self) -> AllGather:
@@ -104,5 +104,5 @@ class Company:
                 return header
         if attempt.compares and not attempt.refused:
             fingerprints = [header.fingerprint for header in headers]
-            self._has_compared = check_own_gradients(fingerprints, self.transport.num_replicas, parameters)
+            self.has_compared = check_own_gradients(fingerprints, self.transport.num_replicas, parameters)
         return None

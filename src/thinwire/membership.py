@@ -8,6 +8,8 @@ few bytes; everyone else whose standing is older, and every newcomer, gets param
 
 import logging
 import struct
+import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,9 +18,16 @@ import torch
 from torch import Tensor
 
 from thinwire.attempt import Attempt
-from thinwire.core.errors import AgreementError, ExchangeError, ThinwireError, TooFewReplicasError
+from thinwire.core.errors import (
+    AgreementError,
+    ExchangeError,
+    ReceivedDifferentlyError,
+    ThinwireError,
+    TooFewReplicasError,
+)
 from thinwire.exchange.agreement import name_the_difference
 from thinwire.exchange.plan import digest_of
+from thinwire.exchange.sharding import local_of
 from thinwire.exchange.transport import Elastic, Transport, elastic, metered
 
 if TYPE_CHECKING:
@@ -26,8 +35,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("thinwire")
 _MAGIC = b"TWST"
-# magic, newcomer, meeting and number of the last step, meeting of the attempt under way, digest
-_STANDING = struct.Struct("<4sI3q16s")
+# magic, flags, meeting and number of the last step, meeting of the attempt under way, digest, what was received
+_STANDING = struct.Struct("<4sI3q16s16s")
+_NEWCOMER, _TORN, _HAS_PAYLOADS = 1, 2, 4
+_PATIENCE_SECONDS, _PAUSE_SECONDS = 600.0, 0.2
+
+
+class TornStateError(ThinwireError):
+    """Nobody has the whole state that all were given a part of."""
+
+    may_pass = True
 
 
 @dataclass(frozen=True)
@@ -35,33 +52,54 @@ class Standing:
     """What a replica tells the others about itself when they meet."""
 
     is_newcomer: bool
+    is_torn: bool
+    """A copy of another's state broke off half-way: it holds nothing of use."""
+    has_payloads: bool
+    """It can give those of its last step to others."""
     meeting: int
     num_steps: int
     attempted: int
     """The meeting in whose company it attempted the next step; 0: it has not."""
     digest: bytes
+    received: bytes
+    """What it received at its last step, as a hash: of two that took the same step, each may have been sent other bytes."""
 
     @property
     def content(self) -> tuple[int, int]:
-        """What names the parameters that it holds."""
+        """What names the parameters that it should hold."""
         return self.meeting, self.num_steps
 
     def can_follow(self, source: "Standing") -> bool:
         """Whether it lacks nothing but the payloads of the step that the source took last."""
-        return not self.is_newcomer and (self.attempted, self.num_steps + 1) == source.content
+        is_whole = not (self.is_newcomer or self.is_torn)
+        return is_whole and source.has_payloads and (self.attempted, self.num_steps + 1) == source.content
 
     def pack(self) -> Tensor:
         """As bytes."""
-        raw = _STANDING.pack(_MAGIC, self.is_newcomer, self.meeting, self.num_steps, self.attempted, self.digest)
+        flags = _NEWCOMER * self.is_newcomer + _TORN * self.is_torn + _HAS_PAYLOADS * self.has_payloads
+        raw = _STANDING.pack(_MAGIC, flags, *self.content, self.attempted, self.digest, self.received)
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
     @classmethod
     def unpack(cls, row_B: Tensor, replica: int) -> "Standing":
         """Of what a replica sent."""
-        magic, is_newcomer, meeting, num_steps, attempted, digest = _STANDING.unpack(row_B.cpu().numpy().tobytes())
-        if magic != _MAGIC or is_newcomer > 1 or min(meeting, num_steps, attempted) < 0:
+        magic, flags, meeting, num_steps, attempted, digest, received = _STANDING.unpack(row_B.cpu().numpy().tobytes())
+        if magic != _MAGIC or flags > 7 or min(meeting, num_steps, attempted) < 0:
             raise ExchangeError(f"replica {replica} told its standing in other bytes; does it run the same version?")
-        return cls(bool(is_newcomer), meeting, num_steps, attempted, digest)
+        said = (bool(flags & _NEWCOMER), bool(flags & _TORN), bool(flags & _HAS_PAYLOADS))
+        return cls(*said, meeting, num_steps, attempted, digest, received)
+
+
+def choose_source(standings: Sequence[Standing]) -> int:
+    """The replica whose state counts: of those with the latest content what most of them have received, of these one that
+    can give its last payloads to others, and of these the first."""
+    whole = [number for number, one in enumerate(standings) if not one.is_torn]
+    if not whole:
+        raise TornStateError("every replica was in the middle of a copy; start again from a checkpoint")
+    best = max((standings[number].content, not standings[number].is_newcomer) for number in whole)
+    latest = [number for number in whole if (standings[number].content, not standings[number].is_newcomer) == best]
+    counts = Counter(standings[number].received for number in latest)
+    return max(latest, key=lambda one: (counts[standings[one].received], standings[one].has_payloads, -one))
 
 
 class Fixed:
@@ -102,6 +140,7 @@ class Membership:
         self._attempt: Attempt | None = None
         self._attempted = 0
         self._applied: Attempt | None = None
+        self._is_torn = False
 
     @property
     def calls_meeting(self) -> bool:
@@ -125,6 +164,7 @@ class Membership:
         """
         if not optimizer.island.is_one_rank:
             raise ThinwireError("sharded replicas cannot come and go; start again from a checkpoint")
+        deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             optimizer._company.is_meeting_called = False
             try:
@@ -134,19 +174,24 @@ class Membership:
             except TooFewReplicasError:
                 raise
             except ExchangeError as error:
+                if time.monotonic() > deadline:
+                    raise TooFewReplicasError(f"no meeting succeeded within {_PATIENCE_SECONDS:g} s: {error}") from error
                 _log.warning("%s; the replicas meet again", error)
                 is_broken = True
+            time.sleep(_PAUSE_SECONDS)
 
     def _become_alike_(self, optimizer: "DeMo") -> bool:
         transport, description = self._transport, optimizer._description(is_of_step=False)
         all_gather = metered(transport, optimizer.traffic.setup)
         num_steps = max(int(group["num_steps"]) for group in optimizer.param_groups)
-        mine = Standing(self.is_newcomer, self._meeting, num_steps, self._attempted, digest_of(description))
+        flags = (self.is_newcomer, self._is_torn, self._applied is not None)
+        received = digest_of([optimizer._company.received])
+        mine = Standing(*flags, self._meeting, num_steps, self._attempted, digest_of(description), received)
         standings = [Standing.unpack(row, number) for number, row in enumerate(all_gather(mine.pack(), "standings"))]
-        source = max(range(len(standings)), key=lambda one: (standings[one].content, not standings[one].is_newcomer, -one))
+        source = choose_source(standings)
         best = standings[source]
         self._check_alike(standings, source, description, optimizer)
-        stale = [r for r, one in enumerate(standings) if r != source and (one.is_newcomer or one.content != best.content)]
+        stale = [r for r, one in enumerate(standings) if r != source and _is_stale(one, best)]
         followers = [r for r in stale if standings[r].can_follow(best)]
         copiers = [r for r in stale if r not in followers]
         _log.info("replicas %s meet after step %d; %s catch up, %s start from a copy",
@@ -159,6 +204,8 @@ class Membership:
         if transport.replica in stale:
             self._meeting = best.meeting
         self.is_newcomer, self.met_after = False, best.num_steps
+        if not all(one.is_newcomer for one in standings):
+            optimizer._company.has_compared = True  # the others no longer tell of their gradients
         optimizer._local.rooms.clear()  # of as many replicas as there were
         optimizer._company.received = f"meeting {transport.meeting}"
         return is_taken
@@ -184,15 +231,17 @@ class Membership:
             known = self._applied if own == source else attempt
             if known is None:
                 raise ThinwireError("a replica lacks a step whose payloads nobody has; start again from a checkpoint")
-            for bucket, payloads_RB in enumerate(known.payloads):
+            given = [payloads_RB.clone() for payloads_RB in known.payloads]
+            for bucket, payloads_RB in enumerate(given):
                 self._transport.copy_(payloads_RB, f"payloads of the last step, bucket {bucket}", source, followers)
+            if own in followers:
+                self._attempted = 0  # if it cannot follow now, it will not be able to later
+                known.catch_up_(given, optimizer._decoding)
+                optimizer._count(1)
+                self.end(known)
+                return True
         if attempt is None:
             return own in copiers
-        if own in followers:
-            attempt.catch_up_(optimizer._decoding)
-            optimizer._count(1)
-            self.end(attempt)
-            return True
         if own in copiers:
             # The gradient stays in the momentum, and so does what was sent: nobody has received it.
             attempt.be_late().take_back_()
@@ -207,6 +256,9 @@ class Membership:
         own = self._transport.replica
         counts = torch.tensor([int(group["num_steps"]) for group in optimizer.param_groups])
         tensors = [tensor for _, tensor in optimizer._local.replicated()]
+        everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        tensors += [local_of(parameter).detach() for parameter in everything if not parameter.requires_grad]
+        self._is_torn = own in copiers
         for number, tensor in enumerate([*tensors, counts, *self.carried]):
             self._transport.copy_(tensor, f"copy of replica {source}'s state, tensor {number}", source, copiers)
         if own not in copiers:
@@ -214,8 +266,14 @@ class Membership:
         for group, count in zip(optimizer.param_groups, counts.tolist(), strict=True):
             group["num_steps"] = count
         self.num_copies += 1
+        self._is_torn, self._applied = False, None
         if self.is_newcomer and not keeps_residual:
             optimizer._local.clear_residual_()
+
+
+def _is_stale(one: Standing, best: Standing) -> bool:
+    is_other = (one.content, one.received) != (best.content, best.received)
+    return one.is_newcomer or one.is_torn or is_other
 
 
 def membership_of(transport: Transport, delay: int) -> Membership | Fixed:
@@ -224,3 +282,34 @@ def membership_of(transport: Transport, delay: int) -> Membership | Fixed:
     if reach is not None and delay:
         raise ValueError(f"delay={delay} does not go with a transport whose replicas come and go; leave it out")
     return Fixed() if reach is None else Membership(reach)
+
+
+def try_step(optimizer: "DeMo") -> bool:
+    """One step, together with all replicas. False: they had to meet or to be made alike first, and all try again."""
+    words = ""
+    try:
+        try:
+            optimizer.synchronize()
+            if optimizer._is_meeting_due and optimizer.membership.meet_(optimizer, is_broken=False):
+                return True  # this replica was given another's parameters, and has no gradients of them
+            optimizer._attempt_step()
+            return True
+        except ReceivedDifferentlyError as error:
+            make_alike(optimizer, error)
+            return False
+    except ExchangeError as error:
+        if not optimizer.membership.can_change or isinstance(error, TooFewReplicasError):
+            raise
+        words = str(error)
+    # Not above, where the error holds on to connections that the others must see closed.
+    _log.warning("%s; the replicas meet", words)
+    return optimizer.membership.meet_(optimizer, is_broken=True)
+
+
+def make_alike(optimizer: "DeMo", error: ReceivedDifferentlyError) -> None:
+    """The last step was not the same for all replicas: all take over what most of them hold, where they can."""
+    if optimizer._on_bad_payload == "raise" or optimizer._delay.is_on or not optimizer.island.is_one_rank:
+        raise error
+    _log.warning("%s; what most of them hold is copied", error)
+    optimizer._company.received = "repaired"
+    optimizer.check_drift("repair")

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 from weakref import WeakMethod
 
@@ -14,7 +14,14 @@ from thinwire import checkpoint
 from thinwire.attempt import Attempt
 from thinwire.company import Company
 from thinwire.core.combine import Decoding
-from thinwire.core.errors import ExchangeError, ReceivedDifferentlyError, ThinwireError, check_bool, check_choice, check_int
+from thinwire.core.errors import (
+    ExchangeError,
+    ReceivedDifferentlyError,
+    ThinwireError,
+    check_bool,
+    check_choice,
+    check_int,
+)
 from thinwire.delay import Delay
 from thinwire.drift import DriftCheck
 from thinwire.exchange.agreement import RECEIVED
@@ -23,7 +30,7 @@ from thinwire.exchange.sharding import find_island
 from thinwire.exchange.transport import Transport
 from thinwire.gradients import tell_trouble
 from thinwire.local_step import BACKENDS, LocalStep
-from thinwire.membership import membership_of
+from thinwire.membership import make_alike, membership_of, try_step
 from thinwire.options import PUBLISHED_OPTIONS, check_group
 from thinwire.overlap import Overlap, check_nothing_changed
 from thinwire.planning import check_members, copy_first_parameters, describe, group_step, plan_and_tensors, signature_of
@@ -204,7 +211,7 @@ class DeMo(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         try:
-            while not self._try_step():
+            while not try_step(self):
                 pass
         except BaseException:
             # A GradScaler removes these itself only where step() returns; left behind they would scale the next step twice.
@@ -213,40 +220,16 @@ class DeMo(Optimizer):
             raise
         return loss
 
-    def _try_step(self) -> bool:
-        """False: the replicas had to meet or to be made alike first, and all try again."""
-        self.synchronize()
-        if self._is_meeting_due and self.membership.meet_(self, is_broken=False):
-            return True  # this replica was given another's parameters, and has no gradients of them
-        try:
-            self._attempt_step()
-            return True
-        except ReceivedDifferentlyError as error:
-            self._make_alike(error)
-            return False
-        except ExchangeError as error:
-            if not self.membership.can_change:
-                raise
-            _log.warning("%s; the replicas meet", error)
-        # Not above, where the error holds on to connections that the others must see closed.
-        return self.membership.meet_(self, is_broken=True)
-
     def meet(self, carried: Sequence[torch.Tensor] = (), facts: Sequence[str] = ()) -> None:
         """Where replicas come and go (`thinwire.parallel.elastic`): meet the others, and take over their parameters and
         step. To be called once, when model and optimizer are as this replica would start by itself; and again, without
         arguments, when an exchange of the caller's own has failed. ``carried`` are tensors that a newcomer takes over, too,
         such as buffers; ``facts`` are lines that must be the same on all replicas."""
+        with suppress(ExchangeError):  # that of the last step, of which all will have to speak anyway
+            self._check_idle()
         self.membership.carried = carried or self.membership.carried
         self.membership.facts = facts or self.membership.facts
         self.membership.meet_(self, is_broken=not self.membership.is_newcomer)
-
-    def _make_alike(self, error: ReceivedDifferentlyError) -> None:
-        """The last step was not the same for all replicas: all take over what most of them hold, where they can."""
-        if self._on_bad_payload == "raise" or self._delay.is_on or not self.island.is_one_rank:
-            raise error
-        _log.warning("%s; what most of them hold is copied", error)
-        self._company.received = "repaired"
-        self.check_drift("repair")
 
     def _attempt_step(self) -> None:
         attempt = self._overlap.take() if self._overlap is not None else None
@@ -324,7 +307,7 @@ class DeMo(Optimizer):
             self._count(-1)
             if not isinstance(error, ReceivedDifferentlyError):
                 raise
-            self._make_alike(error)
+            make_alike(self, error)
             return
         self._ended(attempt if troubled is None else None)
         if troubled is not None:

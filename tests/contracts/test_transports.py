@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.training import build, flat, train_step
+from tests.training import batch, build, flat, train_step
 from thinwire import AgreementError, DeMo, ExchangeError, PayloadError
 from thinwire.exchange.agreement import hold_roll_call
 from thinwire.exchange.collective import CollectiveTransport
@@ -203,6 +203,35 @@ def test_a_damaged_payload_is_left_out_and_all_become_alike_again(
     assert "the payload of replica 1 (step 3, bucket 0)" in caplog.text
     assert "it does not count at step 3" in caplog.text
     assert "replicas [1] hold other parameters than replicas [0, 2, 3]" in caplog.text
+
+
+def test_what_a_sound_bucket_says_counts_though_another_was_damaged() -> None:
+    def work(transport: LoopbackTransport) -> tuple[int, int, torch.Tensor]:
+        model = build()
+        options = {"chunk": 16, "topk": 8, "num_buckets": 2, "on_nonfinite": "skip"}
+        optimizer = DeMo(model.parameters(), lr=1e-2, transport=OneBucket(transport, 70), **options)
+        for step in range(4):
+            images, labels = batch(step, transport.replica)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+            if step == 2 and transport.replica == 1:
+                for parameter in model.parameters():
+                    parameter.grad.fill_(torch.nan)
+            optimizer.step()
+        return optimizer.num_steps, optimizer.num_skipped_steps, flat(model)
+
+    results = run_replicas(work, 3)
+    assert [result[:2] for result in results] == [(3, 1)] * 3
+    assert all(torch.equal(results[0][2], result[2]) for result in results)
+
+
+class OneBucket(Tampering):
+    """Damages the first bucket only."""
+
+    def start_all_gather_(self, messages_RB: torch.Tensor, what: str) -> Any:
+        if what.endswith("bucket 1"):
+            return self._inner.start_all_gather_(messages_RB, what)
+        return super().start_all_gather_(messages_RB, what)
 
 
 class Forging:

@@ -13,6 +13,7 @@ from tests.training import build, flat, train_step
 from thinwire import AgreementError, DeMo, ExchangeError
 from thinwire.exchange.loopback import LoopbackHub
 from thinwire.exchange.transport import Pending
+from thinwire.membership import TornStateError
 
 NUM_STEPS = 6
 OPTIONS: dict[str, Any] = {"chunk": 16, "topk": 8, "dense_below": 0, "num_buckets": 2, "update": "adamw"}
@@ -249,3 +250,153 @@ def test_a_newcomer_that_trains_something_else_is_turned_away_and_the_others_go_
 def test_delay_is_refused() -> None:
     with pytest.raises(ValueError, match=r"delay=1 does not go with"):
         DeMo(build().parameters(), transport=Citizen(Town("a"), "a"), delay=1)
+
+
+class Damaging(Citizen):
+    """``damages``: rows of an exchange that arrive here with a bit flipped."""
+
+    def __init__(self, town: Town, name: str, loses: Sequence[str] = ()) -> None:
+        super().__init__(town, name, loses)
+        self.damages: dict[str, list[int]] = {}
+
+    def start_all_gather_(self, messages_RB: Tensor, what: str) -> Pending:
+        pending = super().start_all_gather_(messages_RB, what)
+        wait = pending.wait
+
+        def wait_and_damage() -> None:
+            wait()
+            for row in self.damages.get(what, []):
+                messages_RB[row, 70] ^= 1
+
+        pending.wait = wait_and_damage  # type: ignore[method-assign]
+        return pending
+
+
+def test_that_a_replica_received_other_bytes_is_not_forgotten_at_a_meeting() -> None:
+    town = Town("abc", "abc")
+    ends = {name: Damaging(town, name, ["exchange of step 4, bucket 0"]) for name in "abc"}
+    ends["a"].damages = {"exchange of step 3, bucket 0": [1]}
+    works = {name: lambda name=name: train(ends[name], ord(name), ord(name), check_drift_every=0) for name in ends}
+    results = run_town(works)
+    assert results["a"][2].refused_payloads == {1: 1}
+    assert all(torch.equal(results["b"][0], results[name][0]) for name in "ac")
+    assert [results[name][2].membership.num_copies for name in "abc"] == [1, 1, 1], "a took over what the others hold"
+
+
+def test_who_lacks_a_step_in_which_its_own_payload_was_left_out_follows_and_keeps_it() -> None:
+    town = Town("abc", "abc")
+    ends = {name: Damaging(town, name) for name in "abc"}
+    ends["a"].damages = ends["b"].damages = {"exchange of step 4, bucket 0": [2]}
+    ends["c"].loses = ["exchange of step 4, bucket 0"]
+    results = run_town({name: (lambda name=name: _train_to_meeting(ends[name], name)) for name in ends})
+    assert all(torch.equal(results["a"][0], results[name][0]) for name in "bc")
+    # What c could not send is still in its momentum: more than what it kept at the steps before.
+    before, after = results["c"][1]
+    assert sum(float(m.abs().sum()) for m in after) > sum(float(m.abs().sum()) for m in before)
+
+
+def _train_to_meeting(citizen: Citizen, name: str) -> tuple[Tensor, Any]:
+    model = build(ord(name))
+    optimizer = DeMo(model.parameters(), lr=1e-2, transport=citizen, **{**OPTIONS, "values": "float32"})
+    optimizer.meet()
+    for step in range(3):
+        train_step(model, optimizer, step, ord(name))
+    before = momenta(optimizer)
+    train_step(model, optimizer, 3, ord(name))
+    after = momenta(optimizer)
+    train_step(model, optimizer, 4, ord(name))
+    citizen.leave()
+    return flat(model).clone(), (before, after)
+
+
+def test_payloads_come_from_one_that_has_them() -> None:
+    """f lacks step 4, which s took; a, which copied s's state since, comes before s, but has no payloads to give."""
+    town = Town("fs", "as", "afs")
+    ends = {"f": Citizen(town, "f", ["exchange of step 4, bucket 1"]), "s": Citizen(town, "s"), "a": Citizen(town, "a")}
+    lost = "exchange of step 5, bucket 0"
+    ends["a"].meeting, ends["a"].loses, ends["s"].loses = 1, [lost], [lost, lost]
+    results = run_town({name: lambda name=name: train(ends[name], ord(name), ord(name)) for name in ends})
+    assert all(torch.equal(results["s"][0], results[name][0]) for name in "af")
+    assert results["f"][2].membership.num_copies == 0, "f was the first, and then followed"
+
+
+class Interrupted(Citizen):
+    """Copies break off after two tensors, at the second meeting."""
+
+    def copy_(self, tensor: Tensor, what: str, source: int, targets: Sequence[int]) -> None:
+        if self.meeting == 2 and what.startswith("copy") and int(what.split()[-1]) >= 2:
+            raise ExchangeError(f"{what}: lost")
+        super().copy_(tensor, what, source, targets)
+
+
+def test_a_copy_that_broke_off_is_made_anew_and_never_trained_with() -> None:
+    town = Town("st", "ast", "at")
+    ends = {"s": Interrupted(town, "s"), "t": Interrupted(town, "t"), "a": Interrupted(town, "a")}
+    ends["a"].meeting = 1
+
+    def dies() -> None:
+        model = build(1)
+        optimizer = DeMo(model.parameters(), lr=1e-2, transport=ends["s"], **OPTIONS)
+        optimizer.meet()
+        ends["s"].is_meeting_due = True
+        train_step(model, optimizer, 0, 1)
+        with pytest.raises(RuntimeError, match="must not come"):
+            train_step(model, optimizer, 1, 1)
+        ends["s"].leave()
+
+    works: dict[str, Callable[[], Any]] = {"s": dies}
+    works |= {name: lambda name=name: train(ends[name], ord(name), ord(name)) for name in "at"}
+    results = run_town(works)
+    assert torch.equal(results["a"][0], results["t"][0])
+
+    town = Town("s", "as", "a")
+    alone = Interrupted(town, "a")
+    alone.meeting = 1
+    source = Interrupted(town, "s")
+
+    def gives_half() -> None:
+        model = build(1)
+        optimizer = DeMo(model.parameters(), lr=1e-2, transport=source, **OPTIONS)
+        optimizer.meet()
+        train_step(model, optimizer, 0, 1)
+        with pytest.raises(RuntimeError, match="must not come"):
+            optimizer.meet()
+        source.leave()
+
+    def gets_half() -> None:
+        with pytest.raises(TornStateError, match="in the middle of a copy"):
+            train(alone, 5, 5)
+
+    run_town({"s": gives_half, "a": gets_half})
+
+
+def test_who_has_another_key_leaves_and_the_others_go_on() -> None:
+    town = Town("abc", "ab")
+    ends = {name: Citizen(town, name) for name in "abc"}
+
+    def stranger() -> str:
+        with pytest.raises(AgreementError, match="does not have the same key"):
+            train(ends["c"], 3, 3, secret=b"another key of 16 bytes")
+        ends["c"].leave()
+        return "left"
+
+    secret = b"the key of the others"
+    works: dict[str, Callable[[], Any]] = {
+        name: lambda name=name: train(ends[name], ord(name), ord(name), secret=secret) for name in "ab"
+    }
+    results = run_town({**works, "c": stranger})
+    assert torch.equal(results["a"][0], results["b"][0])
+
+
+def test_frozen_parameters_are_copied_too() -> None:
+    town = Town("ab")
+
+    def work(name: str) -> Tensor:
+        model = build(ord(name))
+        model.wide.weight.requires_grad_(False)
+        optimizer = DeMo(model.parameters(), lr=1e-2, transport=Citizen(town, name), **OPTIONS)
+        optimizer.meet()
+        return model.wide.weight.detach().clone()
+
+    results = run_town({name: lambda name=name: work(name) for name in "ab"})
+    assert torch.equal(results["a"], results["b"])

@@ -187,7 +187,7 @@ def with_echoes(
 ) -> tuple[DeMo, Callable[[], None]]:
     """An optimizer whose other replicas have all sent something already, and what must be called before each step."""
     optimizer = DeMo(list(parameters), lr=1e-6, topk=topk, backend=backend, transport=EchoTransport(replicas))
-    optimizer._company._has_compared = True  # an echo has the same gradients
+    optimizer._company.has_compared = True  # an echo has the same gradients
     (bucket,) = optimizer.plan.buckets
     momenta = [optimizer.state[parameter]["momentum"] for parameter in parameters]
     encoding = optimizer._local.empty(bucket, 0, replicas)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.core.errors import ExchangeError
+from thinwire.core.errors import AgreementError, ExchangeError
 from thinwire.exchange.collective import default_transport
 from thinwire.exchange.traffic import Count
 from thinwire.exchange.transport import Elastic, Pending, Transport, elastic, metered
@@ -59,6 +59,14 @@ def choose_transport(
     return SignedTransport(chosen, secret, setup) if reach is None else SignedElasticTransport(reach, secret)
 
 
+class StrangersError(ExchangeError):
+    """So many replicas do not have the key."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.number = number
+
+
 class SignedTransport:
     """Signs what it sends through ``inner``, and refuses what is not signed; alone, it does nothing.
 
@@ -94,8 +102,9 @@ class SignedTransport:
         rows = [torch.cat([signed_B[:-_TAG_BYTES], proof_B]) for proof_B in gather(signed_B[-_TAG_BYTES:], what).cpu()]
         strange = [sender for sender, row in enumerate(rows) if not self._is_signed(row, _GREETING, 0, sender, what)]
         if strange:
-            raise ExchangeError(
-                f"replica {self.replica} does not have the same key as replicas {strange}; every replica needs the same one"
+            raise StrangersError(
+                len(strange),
+                f"replica {self.replica} does not have the same key as replicas {strange}; every replica needs the same one",
             )
         return session
 
@@ -189,8 +198,14 @@ class SignedElasticTransport(SignedTransport):
             return False
         self.replica, self.num_replicas = self._elastic.replica, self._elastic.num_replicas
         self.num_refused, self._num_exchanges, self._session = [0] * self.num_replicas, 0, b""
-        if self.num_replicas > 1:
+        if self.num_replicas == 1:
+            return True
+        try:
             self._session = self._greet(Count())
+        except StrangersError as error:
+            if 2 * error.number < self.num_replicas:
+                raise  # those who have the key meet again, until the strangers have left
+            raise AgreementError(str(error)) from error
         return True
 
     def copy_(self, tensor: Tensor, what: str, source: int, targets: Sequence[int]) -> None:
