@@ -10,7 +10,7 @@ import hmac
 import logging
 import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -138,16 +138,25 @@ class SignedTransport:
         """Overwrite ``tensor`` with one replica's, if that has signed it."""
         if self.num_replicas == 1:
             return
-        number = self._num_exchanges
+
+        def broadcast_(signed_B: Tensor) -> None:
+            self._num_exchanges += 1
+            self._inner.broadcast_(signed_B, what, source)
+
+        self._hand_over_(tensor, _BROADCAST, self._num_exchanges, what, source, broadcast_)
+
+    def _hand_over_(
+        self, tensor: Tensor, kind: bytes, number: int, what: str, source: int, move_: Callable[[Tensor], None]
+    ) -> None:
+        """Overwrite ``tensor`` with the source's, which ``move_`` brings here with its tag."""
         signed_B = torch.zeros(tensor.numel() * tensor.element_size() + _TAG_BYTES, dtype=torch.uint8)
         if self.replica == source:
             signed_B[:-_TAG_BYTES] = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            self._sign_(signed_B, _BROADCAST, number, what)
-        self._num_exchanges += 1
-        self._inner.broadcast_(signed_B, what, source)
+            self._sign_(signed_B, kind, number, what)
+        move_(signed_B)
         if self.replica == source:
             return
-        if not self._is_signed(signed_B, _BROADCAST, number, source, what):
+        if not self._is_signed(signed_B, kind, number, source, what):
             self.num_refused[source] += 1
             raise ExchangeError(f"{what}: {_not_signed(source)}")
         tensor.copy_(signed_B[:-_TAG_BYTES].view(tensor.dtype).view(tensor.shape))
@@ -210,19 +219,10 @@ class SignedElasticTransport(SignedTransport):
 
     def copy_(self, tensor: Tensor, what: str, source: int, targets: Sequence[int]) -> None:
         """See `Elastic`. Within a session no two copies have the same name, which takes the place of a number."""
-        if self.replica != source and self.replica not in targets:
-            return
-        signed_B = torch.zeros(tensor.numel() * tensor.element_size() + _TAG_BYTES, dtype=torch.uint8)
-        if self.replica == source:
-            signed_B[:-_TAG_BYTES] = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            self._sign_(signed_B, _COPY, 0, what)
-        self._elastic.copy_(signed_B, what, source, targets)
-        if self.replica == source:
-            return
-        if not self._is_signed(signed_B, _COPY, 0, source, what):
-            self.num_refused[source] += 1
-            raise ExchangeError(f"{what}: {_not_signed(source)}")
-        tensor.copy_(signed_B[:-_TAG_BYTES].view(tensor.dtype).view(tensor.shape))
+        if self.replica == source or self.replica in targets:
+            self._hand_over_(
+                tensor, _COPY, 0, what, source, lambda signed_B: self._elastic.copy_(signed_B, what, source, targets)
+            )
 
     def leave(self) -> None:
         """Hang up, and be no longer counted."""

@@ -170,9 +170,9 @@ def test_a_greeting_of_an_earlier_session_opens_none(what: str) -> None:
         return outcome(lambda: SignedTransport(Meddling(transport, replay), KEY))
 
     said = run_replicas(work, 2)
-    assert said[0].startswith("ExchangeError: replica 0 does not have the same key as replicas [1]")
+    assert said[0].startswith("StrangersError: replica 0 does not have the same key as replicas [1]")
     # A replayed greeting splits the session, which both notice; a replayed proof is seen by the one who gets it.
-    expected = "no error" if what == "proof of the key" else "ExchangeError: replica 1 does not have the same key"
+    expected = "no error" if what == "proof of the key" else "StrangersError: replica 1 does not have the same key"
     assert said[1].startswith(expected)
 
 
@@ -181,7 +181,7 @@ def test_another_key_is_named_on_all_replicas() -> None:
         key = OTHER_KEY if transport.replica == 2 else KEY
         return outcome(lambda: DeMo(build().parameters(), transport=transport, secret=key))
 
-    words = "ExchangeError: replica {} does not have the same key as replicas {}; every replica needs the same one"
+    words = "StrangersError: replica {} does not have the same key as replicas {}; every replica needs the same one"
     said = run_replicas(work, 3, timeout_seconds=10)
     assert said == [words.format(0, [2]), words.format(1, [2]), words.format(2, [0, 1])]
 
