@@ -49,6 +49,20 @@ MUTATIONS = [
         "tests/unit/test_sealing.py::test_an_index_that_comes_twice_is_found",
     ),
     Mutation(
+        "what a replica received is forgotten at a meeting",
+        "membership.py",
+        "(one.content, one.received) != (best.content, best.received)",
+        "one.content != best.content",
+        "tests/unit/test_membership.py::test_that_a_replica_received_other_bytes_is_not_forgotten_at_a_meeting",
+    ),
+    Mutation(
+        "half a copy of another's state counts as whole",
+        "membership.py",
+        "self._is_torn = own in copiers",
+        "self._is_torn = False",
+        "tests/unit/test_membership.py::test_a_copy_that_broke_off_is_made_anew_and_never_trained_with",
+    ),
+    Mutation(
         "ties go to the higher index",
         "core/selection.py",
         "torch.sort(magnitude_CE, dim=1, descending=True, stable=True).indices",
@@ -142,8 +156,8 @@ MUTATIONS = [
     Mutation(
         "a failed exchange is not undone",
         "attempt.py",
-        "        self._local.set_verdict_(1)\n        for bucket, encoding in self._buckets:",
-        "        self._local.set_verdict_(1)\n        for bucket, encoding in self._buckets[:0]:",
+        "        self._local.set_verdict_(Verdict.REFUSED)\n        for bucket, encoding in self._buckets:",
+        "        self._local.set_verdict_(Verdict.REFUSED)\n        for bucket, encoding in self._buckets[:0]:",
         "tests/contracts/test_transports.py::test_a_damaged_payload_stops_the_step_before_anything_changes[70-checksum]",
     ),
     Mutation(
@@ -156,8 +170,8 @@ MUTATIONS = [
     Mutation(
         "the device does not compare digests",
         "kernels/checks.py",
-        "(column <= PLACE) & (header != wanted)",
-        "(column == 0) & (header != wanted)",
+        "differs & ((column == 1) | (column == 2))",
+        "differs & (column < 0)",
         "tests/unit/test_sealing.py::test_damage_and_what_a_sender_says_stop_a_step[cpu-True]",
     ),
     Mutation(
