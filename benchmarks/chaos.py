@@ -54,7 +54,7 @@ class Fault:
 class Chaos:
     """One disturbed run."""
 
-    def __init__(self, folder: Path, seed: int, steps: int) -> None:
+    def __init__(self, folder: Path, seed: int, steps: int, device: str) -> None:
         self.run, self.orders = folder / "disk" / "run", folder / "orders"
         self.orders.mkdir()
         (folder / "disk").mkdir()
@@ -62,7 +62,17 @@ class Chaos:
         self.has_disk = subprocess.run(mounted, capture_output=True, check=False).returncode == 0
         self._disk = folder / "disk"
         self._random = random.Random(seed)
-        command = ["--elastic", "--replicas", str(REPLICAS), "--min-replicas", "2", "--steps", str(steps)]
+        command = [
+            "--elastic",
+            "--replicas",
+            str(REPLICAS),
+            "--min-replicas",
+            "2",
+            "--steps",
+            str(steps),
+            "--device",
+            device,
+        ]
         command += ["--timeout-seconds", "4", "--meet-every-seconds", "1", "--out", str(self.run), "--seed", str(seed)]
         environ = {
             **os.environ,
@@ -145,12 +155,13 @@ class Chaos:
             subprocess.run(["umount", "-l", str(self._disk)], check=False)
 
 
-def undisturbed(folder: Path, replicas: int, seed: int, steps: int) -> float:
+def undisturbed(folder: Path, replicas: int, seed: int, steps: int, device: str) -> float:
     """The last validation loss. Fewer replicas see fewer examples, each as many as in the disturbed run."""
     out = folder / f"plain-{replicas}-{seed}"
     model = [*MODEL]
     model[model.index("--batch") + 1] = str(96 // REPLICAS * replicas)
     command = ["--replicas", str(replicas), "--steps", str(steps), "--seed", str(seed), "--out", str(out)]
+    command += ["--device", device]
     subprocess.run(
         [sys.executable, "-m", "thinwire", "train", "quickstart", *command, *model, *RUN],
         check=True,
@@ -161,7 +172,7 @@ def undisturbed(folder: Path, replicas: int, seed: int, steps: int) -> float:
 
 def disturbed(folder: Path, asked: argparse.Namespace) -> dict[str, object]:
     """A row about the disturbed run."""
-    chaos = Chaos(folder, asked.seed, asked.steps)
+    chaos = Chaos(folder, asked.seed, asked.steps, asked.device)
     generator = random.Random(asked.seed + 1)
     try:
         while chaos.step < 5 and chaos.process.poll() is None:
@@ -181,6 +192,7 @@ def disturbed(folder: Path, asked: argparse.Namespace) -> dict[str, object]:
             file.writelines(json.dumps(asdict(fault)) + "\n" for fault in chaos.faults)
         return {
             "kind": "disturbed",
+            "device": asked.device,
             "exit_code": code,
             "steps": asked.steps,
             "num_faults": len(chaos.faults),
@@ -203,6 +215,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--gap", type=float, nargs=2, default=(2.0, 8.0), help="least and most seconds between faults")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--patience", type=float, default=600.0, help="seconds for the run to end after the last fault")
     parser.add_argument("--plain", default="4:0,4:1,4:2,3:0,3:1,3:2", help="undisturbed runs, replicas:seed")
     parser.add_argument("--out", type=Path, required=True)
@@ -216,7 +229,7 @@ def main() -> None:
             file.write(json.dumps(row) + "\n")
         for pair in filter(None, asked.plain.split(",")):
             replicas, seed = map(int, pair.split(":"))
-            loss = undisturbed(Path(name), replicas, seed, asked.steps)
+            loss = undisturbed(Path(name), replicas, seed, asked.steps, asked.device)
             row = {"kind": "undisturbed", "replicas": replicas, "seed": seed, "steps": asked.steps, "validation_loss": loss}
             print(json.dumps(row), flush=True)
             file.write(json.dumps(row) + "\n")
