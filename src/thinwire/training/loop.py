@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ from thinwire.training.text import TextData
 
 _log = logging.getLogger("thinwire")
 _LOADING_ATTEMPTS = 3
+# Where faults are expected, the last checkpoint is worth a minute's wait.
+_LAST_SAVE_ATTEMPTS, _LAST_SAVE_PAUSE = 6, 10.0
 
 
 @dataclass(frozen=True)
@@ -417,12 +420,18 @@ class Run:
         state = dataclasses.replace(self._state, elapsed_seconds=elapsed)
         # All ranks take part in gathering, and rank 0 alone in writing.
         self._whole = gather_whole(self._model) if self._sharding is not None else None
-        try:
-            self._checkpoints.save(state, self._replica_state, self._write_model, is_best)
-        except CheckpointError as error:
+        attempts = _LAST_SAVE_ATTEMPTS if is_needed and self._attendance is not None else 1
+        for attempt in range(1, attempts + 1):
+            try:
+                self._checkpoints.save(state, self._replica_state, self._write_model, is_best)
+                return
+            except CheckpointError as error:
+                if is_needed and attempt == attempts:
+                    raise
+                go_on = f"it is tried again in {_LAST_SAVE_PAUSE:g} s" if is_needed else "training goes on"
+                self._reporter.say(f"{error}; {go_on}, and the checkpoint before it stays")
             if is_needed:
-                raise
-            self._reporter.say(f"{error}; training goes on, and the checkpoint before it stays")
+                time.sleep(_LAST_SAVE_PAUSE)
 
     def _replica_state(self) -> dict[str, Any]:
         # Where all replicas have the same optimizer state, one copy per disk is enough.
