@@ -205,6 +205,8 @@ def _train_here(asked: TrainCommand, place: Place, folder: Path) -> int:
     job = Job(config, place, folder, asked.resume is not None, asked.residual, os.getppid() if is_launched else None)
     console = _SteadyConsole()
     outcome = run_replica(job, console)
+    if outcome is None:
+        return 0
     if outcome.is_first:
         finish(outcome, console)
     leave()

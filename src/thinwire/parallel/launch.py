@@ -30,6 +30,7 @@ _START_ONE = "from thinwire.parallel.launch import start_one; start_one()"
 # How long a replica may be silent before it counts as gone, and how long a meeting waits for one that is not.
 _HEARTBEAT_SECONDS = 3
 _STRAGGLER_SECONDS = 30
+_GRACE_SECONDS, _PAUSE_SECONDS = 60.0, 0.2
 # After Ctrl-C: a large checkpoint over a slow disk takes its time.
 _SHUTDOWN_SECONDS = 600
 
@@ -105,7 +106,7 @@ def launch_elastic(arguments: Sequence[str], num_replicas: int, port: int, min_r
 
     before = {kind: signal.signal(kind, pass_on) for kind in (signal.SIGINT, signal.SIGTERM)}
     try:
-        codes = [replica.wait() for replica in replicas]
+        codes = _wait_for_all(replicas)
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)
@@ -118,6 +119,19 @@ def launch_elastic(arguments: Sequence[str], num_replicas: int, port: int, min_r
         raise ReplicaError("no replica came to the end; the lines above say why")
     if any(codes) and not most_restarts:
         raise ReplicaError("a replica was lost, and the others stopped with a checkpoint")
+
+
+def _wait_for_all(replicas: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """Their exit codes. When one has come to the end, so has the run: the others have a little time to end, too."""
+    ended_at: float | None = None
+    while any(replica.poll() is None for replica in replicas):
+        time.sleep(_PAUSE_SECONDS)
+        if ended_at is None and any(replica.poll() == 0 for replica in replicas):
+            ended_at = time.monotonic()
+        if ended_at is not None and time.monotonic() - ended_at > _GRACE_SECONDS:
+            for replica in replicas:
+                replica.terminate()
+    return [replica.wait() for replica in replicas]
 
 
 def start_one() -> None:

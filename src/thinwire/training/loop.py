@@ -20,7 +20,7 @@ from thinwire.exchange.transport import Elastic, Transport, elastic
 from thinwire.parallel.group import backend_name, join
 from thinwire.parallel.sharding import gather_whole, sharding_of
 from thinwire.training.attendance import Attendance, elastic_transport
-from thinwire.training.checkpoints import Checkpoints, RunState, check_model
+from thinwire.training.checkpoints import Checkpoints, RunState, available_steps, check_model
 from thinwire.training.clock import Clock
 from thinwire.training.config import DECOUPLED_OPTIMIZERS
 from thinwire.training.config_file import as_toml
@@ -70,9 +70,12 @@ class Outcome:
     """Whether it is this replica that tells the rest of the world."""
 
 
-def run_replica(job: Job, console: Console) -> Outcome:
-    """Train as one replica among those of ``job.place``; collective."""
+def run_replica(job: Job, console: Console) -> Outcome | None:
+    """Train as one replica among those of ``job.place``; collective. None: it came back to a run that is over."""
     disable_progress_bar()  # transformers' own would tear the display
+    if job.config.launch.lighthouse and max(available_steps(job.folder), default=0) >= job.config.schedule.steps:
+        console.print(f"the run in {job.folder} is at its last step; --steps can add more", soft_wrap=True)
+        return None
     device = choose_device(job)
     seed_everything(job.config.run.seed)
     launch, key = job.config.launch, read_key(job.config.launch.key_file)
