@@ -26,7 +26,7 @@ COVERING := tests/unit/core tests/unit/wire tests/unit/exchange tests/unit/test_
 test: lint  ## lint, types, all tests that need no GPU, and the coverage of core and wire
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal --cov --cov-report= $(COVERING)
 	$(BIN)/python -m coverage report --include='*/thinwire/core/*,*/thinwire/wire/*' --fail-under=95
-	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal $(addprefix --ignore=,$(COVERING))
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal --durations=10 $(addprefix --ignore=,$(COVERING))
 
 test-gpu: $(STAMP)  ## the tests that run on a CUDA device
 	$(BIN)/python -m pytest -m gpu

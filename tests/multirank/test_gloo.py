@@ -30,7 +30,7 @@ def _train(rank: int, options: dict[str, Any]) -> tuple[Tensor, list[float], lis
     assert signing.traffic.total.sent_bytes == traffic.total.sent_bytes + tags
     secret = bytes([65 + rank]) * 16
     said = _outcome(lambda: DeMo(build().parameters(), secret=secret, timeout_seconds=20))
-    assert said.startswith(f"ExchangeError: replica {rank} does not have the same key as replicas [")
+    assert said.startswith(f"StrangersError: replica {rank} does not have the same key as replicas [")
     counts = [traffic.last_step.sent_bytes, traffic.last_step.received_bytes, traffic.total.sent_bytes]
     num_buckets = len(optimizer.plan.buckets)
     return flat(model), losses, [*counts, optimizer.plan.payload_bytes, traffic.last_step.num_exchanges, num_buckets]
