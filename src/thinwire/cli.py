@@ -47,7 +47,8 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except ModuleNotFoundError as error:
-        print(f"thinwire: the commands need more packages ({error}): pip install 'thinwire[train]'", file=sys.stderr)
+        extra = "elastic" if (error.name or "").startswith("torchft") else "train"
+        print(f"thinwire: the commands need more packages ({error}): pip install 'thinwire[{extra}]'", file=sys.stderr)
         return 1
     except Exception as error:  # the one place where every error ends
         return _report(error, "--debug" in arguments)
