@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import PROGRAM, TINY
+from tests.cli import PROGRAM, TINY, thinwire
 from thinwire.exchange.transport import SoloTransport
 from thinwire.training.checkpoints import Checkpoints
 
@@ -104,3 +104,9 @@ def test_on_loss_stop_leaves_a_checkpoint(tmp_path: Path) -> None:
     assert "a replica was lost, and the others stopped with a checkpoint" in run.text
     parts = sorted(path.name for path in (run.folder / "checkpoints" / "last").glob("replica-*"))
     assert parts == ["replica-0", "replica-1"]
+    # A replica that comes back when all steps are taken has nobody to wait for.
+    step = int(os.readlink(run.folder / "checkpoints" / "last").removeprefix("step-"))
+    nobody = ["--lighthouse", "127.0.0.1:9", "--slot", "2", "--steps", str(step)]
+    done = thinwire("train", "--resume", str(run.folder), *nobody, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "is at its last step" in done.stdout
