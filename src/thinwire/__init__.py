@@ -8,6 +8,7 @@ from thinwire.core.errors import (
     NonFiniteGradientError,
     PayloadError,
     ThinwireError,
+    TooFewReplicasError,
 )
 from thinwire.exchange.gradient_sync import disable_gradient_sync
 from thinwire.optimizer import DeMo
@@ -21,6 +22,7 @@ __all__ = [
     "NonFiniteGradientError",
     "PayloadError",
     "ThinwireError",
+    "TooFewReplicasError",
     "disable_gradient_sync",
 ]
 __version__ = "0.1.0"

@@ -55,6 +55,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "--config typo.toml: there is no setting 'momentum_decai'; did you mean 'momentum_decay'?",
         ),
         (["--resume", "nowhere"], "leave the recipe 'quickstart' out"),
+        (["--elastic", "--optimizer", "adamw"], "replicas can come and go with optimizer=demo, not with adamw"),
+        (["--elastic"], "elastic is for two replicas or more"),
+        (["--elastic", "--delay", "1"], "delay=1 does not go with replicas that come and go"),
+        (["--lighthouse", "here:1", "--replicas", "2", "--slot", "2"], "slot=2 must be below replicas=2"),
+        (["--elastic", "--replicas", "2", "--min-replicas", "3"], "min_replicas=3 must be at most replicas=2"),
+        (["--lighthouse", "nowhere", "--replicas", "2"], "lighthouse='nowhere' must be host:port"),
         (["--device", "cuda"], "device=cuda, but torch sees no CUDA device here"),
         (["--lr", "1e6", "--warmup-steps", "0", "--optimizer", "sgd", "--clip", "0"], "try a smaller --lr"),
         (["--wandb", "project"], "needs the package wandb"),
@@ -107,6 +113,7 @@ def test_run_folders_and_checkpoints(here: Path, capsys: pytest.CaptureFixture[s
     assert "is at its last step, 3; --steps can add more" in line_of(["train", "--resume", "run"], capsys)
     more = ["train", "--resume", "run", "--steps", "5"]
     assert "cannot change in a resumed run" in line_of([*more, "--width", "32"], capsys)
+    assert "use exact or zero" in line_of([*more, "--elastic", "--replicas", "2", "--residual", "sum"], capsys)
     state = next((here / "run" / "checkpoints" / "last" / "replica-0" / "state").glob("*.safetensors"))
     whole = state.read_bytes()
     state.write_bytes(whole[:-7] + b"damaged")

@@ -400,3 +400,23 @@ def test_frozen_parameters_are_copied_too() -> None:
 
     results = run_town({name: lambda name=name: work(name) for name in "ab"})
     assert torch.equal(results["a"], results["b"])
+
+
+def test_after_a_restart_of_all_each_keeps_the_residual_of_its_checkpoint() -> None:
+    first = both(Town("ab"), [])
+    states = {name: first[name][2].state_dict() for name in "ab"}
+    town = Town("ab")
+
+    def again(name: str) -> tuple[list[Tensor], Tensor]:
+        model = build(99)
+        optimizer = DeMo(model.parameters(), lr=1e-2, transport=Citizen(town, name), **OPTIONS)
+        optimizer.load_state_dict(states[name], residual="keep")
+        optimizer.meet()
+        assert optimizer.num_steps == NUM_STEPS
+        return momenta(optimizer), flat(model).clone()
+
+    results = run_town({name: lambda name=name: again(name) for name in "ab"})
+    for name in "ab":
+        assert all(torch.equal(kept, old) for kept, old in zip(results[name][0], first[name][1], strict=True))
+    assert torch.equal(results["a"][1], results["b"][1])
+    assert any(not torch.equal(a, b) for a, b in zip(results["a"][0], results["b"][0], strict=True))

@@ -127,6 +127,9 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
         if asked.settings.run.out != base.run.out:
             raise TrainingError(f"--resume writes to its own folder: leave --out {asked.settings.run.out} out")
         check_unchanged(_saved_config(asked.resume), asked.settings)
+        launch = asked.settings.launch
+        if asked.residual not in ("exact", "zero") and (launch.elastic or launch.lighthouse):
+            raise TrainingError(f"--residual {asked.residual} is for replicas that do not come and go; use exact or zero")
     elif asked.residual != "exact":
         raise TrainingError(f"--residual {asked.residual} is for --resume alone")
     return asked

@@ -33,7 +33,9 @@ from thinwire.exchange.transport import Done, Pending
 
 _log = logging.getLogger("thinwire")
 _PIECE_BYTES = 1 << 24
-_CONNECT = timedelta(seconds=10)
+_CONNECT = timedelta(seconds=5)
+# A lighthouse that does not answer is asked less and less often, down to once in so many times.
+_MOST_PATIENT = 32
 _PAUSE_SECONDS = 0.2
 _NOTICE_SECONDS = 15.0
 
@@ -82,6 +84,7 @@ class ElasticTransport(CollectiveTransport):
         self._device, self._staged = torch.device("cpu"), None
         self._pg: Any = None
         self._last_meeting = time.monotonic()
+        self._num_silences = 0
         self._has_left = threading.Event()
         self._beats: threading.Thread | None = None
         self._client: Any = None
@@ -90,7 +93,8 @@ class ElasticTransport(CollectiveTransport):
     @property
     def is_meeting_due(self) -> bool:
         """Whether it is time to let others in."""
-        return time.monotonic() - self._last_meeting >= self._meet_every_seconds
+        pause = self._meet_every_seconds * min(1 << self._num_silences, _MOST_PATIENT)
+        return time.monotonic() - self._last_meeting >= pause
 
     def leave(self) -> None:
         """Hang up, and be no longer counted."""
@@ -149,16 +153,19 @@ class ElasticTransport(CollectiveTransport):
             if self._beats is None:
                 self._beats = threading.Thread(target=self._beat, name="heartbeats", daemon=True)
                 self._beats.start()
-            return self._client.quorum(
+            answer = self._client.quorum(
                 replica_id=self._name,
                 # Not less: a question that is given up still counts as asked, and its answer reaches nobody.
                 timeout=timedelta(seconds=self._patience_seconds),
                 store_address=f"{self._own_host}:{self._store.port}",
                 data=facts,
             )
+            self._num_silences = 0
+            return answer
         except (RuntimeError, TimeoutError) as error:
-            _log.info("no answer from the lighthouse: %s", first_line(error))
+            _log.warning("no answer from the lighthouse at %s: %s", self._address, first_line(error))
             self._client = None
+            self._num_silences += 1
             return None
 
     def _is_as_it_was(self, participants: Sequence[Any]) -> bool:

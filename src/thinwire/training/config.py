@@ -290,6 +290,8 @@ def _check_elastic(config: TrainConfig, num_replicas: int) -> None:
         name = "mesh" if launch.mesh else "delay" if optim.delay else "backend"
         value = launch.mesh or optim.delay or launch.backend
         raise ValueError(f"{name}={value!r} does not go with replicas that come and go; leave it out")
+    if launch.elastic and num_replicas == 1:
+        raise ValueError("elastic is for two replicas or more: add --replicas 2")
     if launch.slot >= num_replicas:
         raise ValueError(f"slot={launch.slot} must be below replicas={num_replicas}")
     if launch.min_replicas > num_replicas:
