@@ -11,13 +11,16 @@ class Count:
     """Bytes and exchanges. ``sent_bytes`` is what this replica hands to the exchange, counted once however many receive
     it; ``received_bytes`` is what comes from the others. A replica's own copy never counts. ``wait_seconds`` is how long the
     program stood still for the others' bytes; ``exchange_seconds`` is how long payloads were under way, if the transport can
-    tell (NCCL cannot)."""
+    tell (NCCL cannot). ``encode_seconds`` and ``apply_seconds`` are what making payloads, and applying them, took the host;
+    with ``overlap`` the former is a part of backward."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
     num_exchanges: int = 0
     wait_seconds: float = field(default=0.0, compare=False)
     exchange_seconds: float = field(default=0.0, compare=False)
+    encode_seconds: float = field(default=0.0, compare=False)
+    apply_seconds: float = field(default=0.0, compare=False)
 
     @property
     def hidden_seconds(self) -> float:
@@ -64,6 +67,22 @@ class Traffic:
         """Count the time spent inside as waiting for the running step's exchanges."""
         with self.total.waiting(), self.last_step.waiting():
             yield
+
+    @contextmanager
+    def encoding(self) -> Iterator[None]:
+        """Count the time spent inside as making messages."""
+        began = time.perf_counter()
+        yield
+        for count in (self.last_step, self.total):
+            count.encode_seconds += time.perf_counter() - began
+
+    @contextmanager
+    def applying(self) -> Iterator[None]:
+        """Count the time spent inside as decoding messages and changing parameters."""
+        began = time.perf_counter()
+        yield
+        for count in (self.last_step, self.total):
+            count.apply_seconds += time.perf_counter() - began
 
     def add_spans(self, spans: Iterable[tuple[float, float] | None]) -> None:
         """Count how long at least one exchange of the running step was under way."""
