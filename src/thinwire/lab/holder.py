@@ -74,9 +74,14 @@ class Holder:
                 return answer
         raise LabError(f"{self.name}: the process that holds its namespace is gone")
 
-    def enter_command(self, command: Sequence[str]) -> list[str]:
-        """The command line that runs this command in there, and ends with the thread that starts it."""
-        return [*INTERPRETER, str(SCRIPT), "enter", str(self.pid), str(os.getpid()), "--", *command]
+    def enter_command(self, command: Sequence[str], dies_with_thread: bool = True) -> list[str]:
+        """The command line that runs this command in there, and that ends with the thread that starts it, if wanted."""
+        owner = os.getpid() if dies_with_thread else 0
+        return [*INTERPRETER, str(SCRIPT), "enter", str(self.pid), str(owner), "--", *command]
+
+    def is_alive(self) -> bool:
+        """Whether the namespace is still held."""
+        return self._process.poll() is None
 
     def begin_closing(self) -> None:
         """Let it end, and all that runs in there; `close` waits."""

@@ -1,7 +1,8 @@
 """What runs inside a namespace of the laboratory: a script of its own, run by path, with the standard library alone.
 
     inside.py hold                               make a network namespace, keep it, and run commands in it
-    inside.py enter PID OWNER -- COMMAND...      become COMMAND in the network namespace of process PID
+    inside.py enter PID OWNER -- COMMAND...      become COMMAND in the network namespace of process PID, and end with the
+                                                 thread of OWNER that started it (0: whatever becomes of that)
     inside.py as-root -- COMMAND...              become COMMAND as root of a user namespace of its own
 
 Namespaces have no names: one lasts as long as its ``hold`` process, which ends when its standard input closes, that is when
@@ -142,7 +143,8 @@ def main(arguments: list[str]) -> int:
         if mode == "hold":
             return hold()
         if mode == "enter" and arguments[3:4] == ["--"]:
-            die_with(int(arguments[2]))
+            if int(arguments[2]):
+                die_with(int(arguments[2]))
             enter(int(arguments[1]))
             return _become(arguments[4:])
         if mode == "as-root" and arguments[1:2] == ["--"]:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from thinwire.lab.errors import LabError
 from thinwire.lab.holder import Holder
 from thinwire.lab.layout import HOST_DEVICE, HUB, Direction, Island, Layout, host_commands, host_port, hub_commands
+from thinwire.lab.relay_process import RelayProcess
 from thinwire.lab.shaping import netem_commands, rate_commands
 from thinwire.planner.link_spec import LinkSpec
 
@@ -64,6 +65,7 @@ class Network:
         self._will_delay, self._seed = will_delay or self.layout.is_delayed, seed
         self._hub: Holder | None = None
         self._hosts: list[Holder] = []
+        self._relay: RelayProcess | None = None
         self._started: list[subprocess.Popen[Any]] = []
 
     def __enter__(self) -> "Network":
@@ -116,11 +118,30 @@ class Network:
         self.layout = layout
         self._shape()
 
+    def check(self) -> None:
+        """Raise if a part of the network is gone, with which commands would only wait."""
+        for holder in (self._holder(HUB), *self._hosts):
+            if not holder.is_alive():
+                raise LabError(f"{holder.name}: the process that holds its namespace is gone")
+        if self._relay is not None and not self._relay.is_alive():
+            self._relay.counts()  # which says what it died of
+
+    def relay_counts(self) -> dict[str, int]:
+        """Packets that the relay has ``carried``, ``lost`` as asked, and dropped since a queue ``overflowed``."""
+        return self._relay.counts() if self._relay is not None else {}
+
+    @property
+    def relay_pid(self) -> int | None:
+        """The process of the relay, to see what it costs."""
+        return None if self._relay is None else self._relay.pid
+
     def close(self) -> None:
         """End all that runs in the hosts, and the hosts."""
         for process in self._started:
             if process.poll() is None:
                 _kill(process)
+        if self._relay is not None:
+            self._relay.close()
         holders = [holder for holder in (*self._hosts, self._hub) if holder is not None]
         for holder in holders:
             holder.begin_closing()
@@ -128,7 +149,7 @@ class Network:
             holder.close()
         for process in self._started:
             process.wait()
-        self._hosts, self._hub, self._started = [], None, []
+        self._hosts, self._hub, self._relay, self._started = [], None, None, []
 
     def _holder(self, place: int) -> Holder:
         if self._hub is None:
@@ -140,8 +161,6 @@ class Network:
         return self._hosts[place]
 
     def _build(self) -> None:
-        if self.layout.is_delayed:
-            raise LabError("links with delay, jitter or loss are not there yet: give rates alone")
         self._hub = Holder("the hub")
         for number in range(self.num_hosts):
             self._hosts.append(Holder(f"host {number}"))
@@ -152,10 +171,15 @@ class Network:
         has_congestion = _CONGESTION in _AVAILABLE.read_text().split()
         if not has_congestion:
             self.notes.append(f"the kernel has no {_CONGESTION}: its default congestion control is used")
-        self._hub.batch("ip", hub_commands(self.layout, [holder.pid for holder in self._hosts], with_core_switch=True))
+        if self._will_delay:
+            self.core = "netem" if has_netem(self._hub) else "relay"
+        pids = [holder.pid for holder in self._hosts]
+        self._hub.batch("ip", hub_commands(self.layout, pids, with_core_switch=self.core != "relay"))
         for number, holder in enumerate(self._hosts):
             holder.batch("ip", host_commands(number, self.num_hosts, _CONGESTION if has_congestion else None))
         self._shape()
+        if self.core == "relay":
+            self._relay = RelayProcess(self._hub, self.layout, self._seed)
 
     def _shape(self) -> None:
         lines: dict[int, list[str]] = {}
@@ -163,11 +187,22 @@ class Network:
             lines.setdefault(direction.place, []).extend(self._commands(direction))
         for place, commands in lines.items():
             self._holder(place).batch("tc", commands)
+        if self._relay is not None:
+            self._relay.reshape(self.layout)
 
     def _commands(self, direction: Direction) -> list[str]:
         if self.core == "netem":
             return netem_commands(direction.device, direction.rate_bits, direction.link)
         return rate_commands(direction.device, direction.rate_bits, direction.link.round_trip_seconds)
+
+
+def has_netem(holder: Holder) -> bool:
+    """Whether the kernel can delay packets itself."""
+    try:
+        holder.batch("tc", ["qdisc add dev lo root netem delay 1ms", "qdisc del dev lo root"])
+    except LabError:
+        return False
+    return True
 
 
 def _kill(process: subprocess.Popen[Any]) -> None:
