@@ -71,8 +71,8 @@ class CheckCommand:
 class RunCommand:
     """Run a command once per host: thinwire lab run [options] -- COMMAND ...
 
-    It finds torchrun's variables in its environment (RANK, WORLD_SIZE, MASTER_ADDR, ...), one process per host. Host 0 writes
-    to the terminal; what the others say is shown if they fail. docs/lab.md says what is real about these links.
+    It finds torchrun's variables in its environment (RANK, WORLD_SIZE, MASTER_ADDR, ...), for one process per host. Host 0
+    writes to the terminal; what the others say is shown if they fail. docs/lab.md says what is real about these links.
     """
 
     network: Annotated[NetworkOptions, tyro.conf.arg(name="")]
@@ -104,7 +104,7 @@ def check(arguments: list[str]) -> int:
     with Network(layout.hosts, layout.islands) as network:
         _describe(network, console)
         with console.status("measuring"):
-            rows = measure(network, every_pair=True)
+            rows = list(measure(network, every_pair=True))
     print_rows(rows, console)
     problems = [row.problem for row in rows if row.problem]
     if problems:
@@ -124,12 +124,13 @@ def run(arguments: list[str]) -> int:
     layout = asked.network.layout()
     with Network(layout.hosts, layout.islands) as network:
         if asked.verify:
-            verify(network)
+            with Console(stderr=True).status("measuring the links"):
+                verify(network)
         outcome = run_everywhere(network, program, os.environ, len(os.sched_getaffinity(0)))
     if outcome.signal_number:
         raise InterruptedRunError(outcome.signal_number)
     if outcome.code:
-        print(f"thinwire: host {outcome.host} ended with exit code {outcome.code}; the others were stopped", file=sys.stderr)
+        print(f"thinwire: {outcome.sentence}", file=sys.stderr)
     return outcome.code
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Any
@@ -21,6 +21,8 @@ _PAUSE_SECONDS = 0.05
 # After an error, and after Ctrl-C: a run that was asked to stop writes a checkpoint first.
 _GRACE_SECONDS, _STOP_SECONDS = 5.0, 120.0
 _MOST_LINES = 40
+# As shells tell it: a process that a signal has ended.
+_SIGNAL_CODES = 128
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,15 @@ class Outcome:
     code: int
     host: int | None = None
     signal_number: int = 0
+
+    @property
+    def sentence(self) -> str:
+        """What became of the host that failed."""
+        if self.code > _SIGNAL_CODES and self.code - _SIGNAL_CODES in set(signal.Signals):
+            return (
+                f"host {self.host} was killed by {signal.Signals(self.code - _SIGNAL_CODES).name}; the others were stopped"
+            )
+        return f"host {self.host} ended with exit code {self.code}; the others were stopped"
 
 
 def environment(host: int, num_hosts: int, num_cores: int, base: Mapping[str, str]) -> dict[str, str]:
@@ -54,9 +65,8 @@ def with_threads(command: Sequence[str], num_hosts: int, num_cores: int) -> list
     """``thinwire train`` divides the cores of its machine among that machine's replicas; here each host has one and believes
     the machine its own, so the division is done for it."""
     words = list(command)
-    program = next((place for place, word in enumerate(words) if word == "thinwire" or word.endswith("/thinwire")), None)
-    is_training = program is not None and program < 3 and words[program + 1 : program + 2] == ["train"]
-    if not is_training or any(word.split("=")[0] == "--threads" for word in words):
+    rest = words[3:] if words[1:3] == ["-m", "thinwire"] else words[1:] if os.path.basename(words[0]) == "thinwire" else []
+    if rest[:1] != ["train"] or any(word.split("=")[0] == "--threads" for word in rest):
         return words
     return [*words, f"--threads={max(1, num_cores // num_hosts)}"]
 
@@ -102,7 +112,7 @@ def _wait(network: Network, processes: Sequence[subprocess.Popen[Any]], signals:
     while any(process.poll() is None for process in processes):
         if signals.asked:
             _stop(processes, signals.asked[0], _STOP_SECONDS, lambda: len(signals.asked) > 1)
-            return Outcome(128 + signals.asked[0], signal_number=signals.asked[0])
+            return Outcome(_SIGNAL_CODES + signals.asked[0], signal_number=signals.asked[0])
         failed = next((host for host, process in enumerate(processes) if process.poll()), None)
         if failed is not None:
             _stop(processes, signal.SIGTERM, _GRACE_SECONDS, lambda: bool(signals.asked))
@@ -115,10 +125,10 @@ def _wait(network: Network, processes: Sequence[subprocess.Popen[Any]], signals:
 
 def _failure(host: int, process: subprocess.Popen[Any]) -> Outcome:
     code = process.wait()
-    return Outcome(128 - code if code < 0 else code, host)
+    return Outcome(_SIGNAL_CODES - code if code < 0 else code, host)
 
 
-def _stop(processes: Sequence[subprocess.Popen[Any]], number: int, seconds: float, is_over: Any) -> None:
+def _stop(processes: Sequence[subprocess.Popen[Any]], number: int, seconds: float, is_over: Callable[[], bool]) -> None:
     """Pass a signal on, as a terminal does, and wait; the network ends those that do not obey."""
     for process in processes:
         with contextlib.suppress(OSError):

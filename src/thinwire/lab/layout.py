@@ -194,3 +194,8 @@ def host_commands(host: int, num_hosts: int, congestion: str | None) -> list[str
             for other in others
         ),
     ]
+
+
+def segments_command(is_lossy: bool) -> str:
+    """A line for ``ip -batch`` in a host: with netem's loss, which drops a large frame as one, frames are single packets."""
+    return f"link set dev {HOST_DEVICE} gso_max_segs {1 if is_lossy else 65535}"

@@ -16,7 +16,17 @@ from typing import Any, Literal
 
 from thinwire.lab.errors import LabError
 from thinwire.lab.holder import Holder
-from thinwire.lab.layout import HOST_DEVICE, HUB, Direction, Island, Layout, host_commands, host_port, hub_commands
+from thinwire.lab.layout import (
+    HOST_DEVICE,
+    HUB,
+    Direction,
+    Island,
+    Layout,
+    host_commands,
+    host_port,
+    hub_commands,
+    segments_command,
+)
 from thinwire.lab.relay_process import RelayProcess
 from thinwire.lab.shaping import netem_commands, rate_commands
 from thinwire.planner.link_spec import LinkSpec
@@ -191,6 +201,10 @@ class Network:
             lines.setdefault(direction.place, []).extend(self._commands(direction))
         for place, commands in lines.items():
             self._holder(place).batch("tc", commands)
+        if self.core == "netem":
+            line = segments_command(any(link.loss for link in (*self.layout.hosts, *self.layout.uplinks)))
+            for holder in self._hosts:
+                holder.batch("ip", [line])
         if self._relay is not None:
             self._relay.reshape(self.layout)
 

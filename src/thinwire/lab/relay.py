@@ -182,6 +182,7 @@ class Relay:
         self._sockets = [_open(port["device"]) for port in ports]
         # Frames that a port's socket would not take yet.
         self._waiting: list[deque[bytes]] = [deque() for _ in ports]
+        self._waiting_bytes = [0] * len(ports)
         self._set_queues(ports)
         self._buffer = bytearray(_LARGEST_FRAME)
         self._view = memoryview(self._buffer)
@@ -223,15 +224,16 @@ class Relay:
         """Frames leave a port in order; those for which even the waiting room is full are dropped, as by any router."""
         waiting = self._waiting[target]
         if waiting or not self._try(target, frame):
-            if sum(map(len, waiting)) + len(frame) > self._queue_bytes[target]:
+            if self._waiting_bytes[target] + len(frame) > self._queue_bytes[target]:
                 self._schedule.overflowed += num_packets(frame)
             else:
                 waiting.append(frame)
+                self._waiting_bytes[target] += len(frame)
 
     def _send_waiting(self, target: int) -> None:
         waiting = self._waiting[target]
         while waiting and self._try(target, waiting[0]):
-            waiting.popleft()
+            self._waiting_bytes[target] -= len(waiting.popleft())
 
     def _try(self, target: int, frame: bytes) -> bool:
         """Hand a frame to a port's token bucket; False if its socket has too many there already."""

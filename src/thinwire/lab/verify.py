@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,25 +60,26 @@ class Row:
         return None
 
 
-def verify(network: Network, *, every_pair: bool = False) -> list[Row]:
-    """Measure, and raise `LabError` if something is not as asked for.
+def verify(network: Network, *, every_pair: bool = False, pairs: Sequence[tuple[int, int]] | None = None) -> list[Row]:
+    """Measure, and raise `LabError` at the first thing that is not as asked for.
 
-    Every pair of neighbours is reached; rates are measured both ways between one pair of each kind, or between every one."""
-    rows = measure(network, every_pair=every_pair)
-    for row in rows:
+    Every pair of neighbours is reached; rates are measured both ways between one pair of each kind, or between every one.
+    ``pairs``: (source, target) to measure instead."""
+    rows = []
+    for row in measure(network, every_pair=every_pair, pairs=pairs):
         if row.problem:
             raise LabError(f"the network is not as asked for: {row.problem}; is the machine busy?")
+        rows.append(row)
     return rows
 
 
-def measure(network: Network, *, every_pair: bool = False) -> list[Row]:
+def measure(network: Network, *, every_pair: bool = False, pairs: Sequence[tuple[int, int]] | None = None) -> Iterator[Row]:
     """What is there, good or bad."""
-    rows, kinds = [], set()
-    for number, (source, target) in enumerate(neighbours(network.num_hosts)):
+    kinds = set()
+    for number, (source, target) in enumerate(neighbours(network.num_hosts) if pairs is None else pairs):
         kind = (number % 2, *_kind(network.layout, source, target))
-        rows.append(_measure(network, source, target, with_rate=every_pair or kind not in kinds))
+        yield _measure(network, source, target, with_rate=every_pair or pairs is not None or kind not in kinds)
         kinds.add(kind)
-    return rows
 
 
 def neighbours(num_hosts: int) -> list[tuple[int, int]]:
