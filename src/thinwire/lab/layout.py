@@ -158,6 +158,9 @@ def island_switch(island: int) -> str:
 
 
 CORE_SWITCH = "switch"
+# Ports are open at once, and who is behind which is not forgotten for days (hundredths of a second): a frame for a host that
+# was silent for long must not go to all.
+_BRIDGE_SETTINGS = "stp_state 0 mcast_snooping 0 ageing_time 100000000"
 
 
 def hub_commands(layout: Layout, holders: Sequence[int], with_core_switch: bool) -> list[str]:
@@ -172,7 +175,7 @@ def hub_commands(layout: Layout, holders: Sequence[int], with_core_switch: bool)
     for number, island in enumerate(layout.islands):
         members += [(device, island_switch(number)) for device in (island_end(number), *map(host_port, island.hosts))]
     switches = dict.fromkeys(switch for _, switch in members)
-    lines += [f"link add name {switch} type bridge stp_state 0 mcast_snooping 0" for switch in switches]
+    lines += [f"link add name {switch} type bridge {_BRIDGE_SETTINGS}" for switch in switches]
     lines += [f"link set dev {device} master {switch}" for device, switch in members]
     ends = [end(number) for number in range(len(layout.islands)) for end in (island_end, core_end)]
     return lines + [f"link set dev {device} up" for device in (*map(host_port, range(len(holders))), *ends, *switches)]

@@ -22,9 +22,11 @@ from thinwire.lab.layout import (
     Direction,
     Island,
     Layout,
+    core_end,
     host_commands,
     host_port,
     hub_commands,
+    island_end,
     segments_command,
 )
 from thinwire.lab.relay_process import RelayProcess
@@ -123,6 +125,11 @@ class Network:
         received, sent = [int(field) for field in fields[:2]], [int(field) for field in fields[8:10]]
         up, down = _bytes_through(holder, HOST_DEVICE), _bytes_through(self._holder(HUB), host_port(host))
         return Counters(sent[0], sent[1], received[0], received[1], wire_sent_bytes=up, wire_received_bytes=down)
+
+    def uplink_bytes(self, island: int) -> tuple[int | None, int | None]:
+        """What has left an island and what has come to it, with the headers of every packet; None without a limit."""
+        hub = self._holder(HUB)
+        return _bytes_through(hub, island_end(island)), _bytes_through(hub, core_end(island))
 
     def reshape(self, hosts: Sequence[LinkSpec], uplinks: Sequence[LinkSpec] | None = None) -> None:
         """Change all links while they are in use; connections stay."""
