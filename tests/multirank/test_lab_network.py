@@ -175,8 +175,10 @@ def test_counters_see_what_was_sent() -> None:
     with Network(links("100mbit;200mbit")) as network:
         transfer(network, num_bytes)
         sender, receiver = network.counters(0), network.counters(1)
-    assert num_bytes < sender.sent_bytes == receiver.received_bytes < 1.05 * num_bytes
-    assert sender.sent_packets == receiver.received_packets > 0
+    assert num_bytes < sender.sent_bytes < 1.05 * num_bytes
+    # The two are read one after the other, and the last acknowledgements may come in between.
+    assert abs(sender.sent_bytes - receiver.received_bytes) < 500
+    assert abs(sender.sent_packets - receiver.received_packets) < 5 < sender.sent_packets
     assert sender.wire_sent_bytes == pytest.approx(num_bytes * 1514 / 1448, rel=0.005)
     assert receiver.wire_received_bytes == pytest.approx(num_bytes * 1514 / 1448, rel=0.005)
     assert receiver.wire_sent_bytes == pytest.approx(receiver.sent_bytes, rel=0.05)

@@ -189,7 +189,7 @@ class Network:
             holder.wait_until_ready()
             refused = holder.set_kernel(_KERNEL_SETTINGS)
         self.notes = [f"{path} could not be set" for path in refused if "ipv6" not in path]
-        has_congestion = _CONGESTION in _AVAILABLE.read_text().split()
+        has_congestion = _AVAILABLE.exists() and _CONGESTION in _AVAILABLE.read_text().split()
         if not has_congestion:
             self.notes.append(f"the kernel has no {_CONGESTION}: its default congestion control is used")
         if self._will_delay:
