@@ -299,19 +299,22 @@ class Run:
 
     def _step(self, journal: Journal) -> bool:
         """One step, and what is due after it; whether the run ends here."""
-        step = self._state.step
-        self._method.start_step(lr_share(self._config.schedule, step))
-        with self._clock.phase("data"):
-            batch = next(self._stream).to(self._device)
-        with self._clock.phase("forward and backward"):
-            loss = self._gradients(batch)
-        with self._clock.phase("optimizer"):
-            self._method.step()
+        loss = self.take_step()
         if self._attendance is not None and self._greet(journal, has_stepped=True):
             return False
         journal.add(loss)
-        self._count_step(step + 1)
+        self.count_step(self._state.step + 1)
         return self._look_up(journal)
+
+    def take_step(self) -> Tensor:
+        """Change the parameters once; the loss before it."""
+        self._method.start_step(lr_share(self._config.schedule, self._state.step))
+        with self._clock.phase("data"):
+            batch = next(self._stream).to(self._device)
+        loss = self._gradients(batch)
+        with self._clock.phase("optimizer"):
+            self._method.step()
+        return loss
 
     def _greet(self, journal: Journal, has_stepped: bool) -> bool:
         """If replicas have come or gone: take note of it. Whether this one has nothing more to do for this step, since it
@@ -332,7 +335,7 @@ class Run:
             self._stop.ask()
         has_caught_up = has_stepped and not is_copy and not self._attendance.has_moved
         if has_caught_up:
-            self._count_step(self._state.step + 1)
+            self.count_step(self._state.step + 1)
         journal.restart(self._state.step)
         return is_copy or has_caught_up
 
@@ -343,21 +346,23 @@ class Run:
         total = torch.zeros((), device=self._device)
         for place, part in enumerate(parts):
             with nullcontext() if place == len(parts) - 1 else self._method.accumulating():
-                with self._autocast():
+                with self._clock.phase("forward"), self._autocast():
                     loss, _ = loss_of(self._method.model, part)
-                (loss / len(parts)).backward()
+                with self._clock.phase("backward"):
+                    (loss / len(parts)).backward()
             total += loss.detach() / len(parts)
-        self._method.after_backward(self._config.optim.clip)
+        with self._clock.phase("backward"):
+            self._method.after_backward(self._config.optim.clip)
         return total
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.model.precision == "bfloat16")
 
-    def _count_step(self, step: int) -> None:
+    def count_step(self, step: int) -> None:
         """Count the step, and what of its time and bytes was the network's."""
         traffic = self._method.traffic.last_step
         if self._waits_are_known:
-            source = "forward and backward" if self._method.state_is_shared else "optimizer"
+            source = "backward" if self._method.state_is_shared else "optimizer"
             self._clock.move(traffic.wait_seconds, source, "network")
         self._state = dataclasses.replace(
             self._state,
@@ -385,7 +390,7 @@ class Run:
         if not (journal.is_due or evaluates or saves):
             return False
         # Reading the losses waits for a GPU that is still computing.
-        with self._clock.phase("network" if self._device.type == "cpu" else "forward and backward"):
+        with self._clock.phase("network" if self._device.type == "cpu" else "backward"):
             news = journal.exchange(self._stop.is_asked)
         is_text = isinstance(self._data, TextData)
         units = (self._config.data.sequence, "tokens") if is_text else (1, "images")
