@@ -79,7 +79,7 @@ class Attempt:
         what happens if that fails."""
         bucket, encoding = self._buckets[self.num_sent]
         is_early = trouble is None
-        with self.taken_back_on_error(), self._traffic.encoding():
+        with self.taken_back_on_error(), self._traffic.encoding(is_early):
             for index in bucket.tensors:
                 align_gradient(self._local.tensors[index].source)
             gradients = [(index, self._local.tensors[index].gradient) for index in bucket.tensors]
