@@ -57,7 +57,7 @@ def main() -> None:
 
 def folder_of(trial: Trial, options: argparse.Namespace) -> Path:
     name, lr, seed = trial
-    return options.runs / f"{name}-{lr:.6g}-{seed}"
+    return options.runs / f"{name}_{lr:.8f}_{seed}"
 
 
 def train(trial: Trial, options: argparse.Namespace, others: list[str], deadline: float) -> None:
@@ -92,12 +92,8 @@ def final_loss(trial: Trial, options: argparse.Namespace) -> float:
 def rates(name: str, options: argparse.Namespace) -> list[tuple[float, float]]:
     """Final loss and learning rate of all runs of a method with the first seed."""
     seed, found = options.seeds[0], []
-    for folder in options.runs.glob(f"{name}-*-{seed}"):
-        text = folder.name.removeprefix(f"{name}-").removesuffix(f"-{seed}")
-        try:
-            lr = float(text)
-        except ValueError:
-            continue  # another method, whose name begins alike
+    for folder in options.runs.glob(f"{name}_*_{seed}"):
+        lr = float(folder.name.split("_")[1])
         if (folder / "done").exists():
             found.append((final_loss((name, lr, seed), options), lr))
     return found
@@ -116,13 +112,12 @@ def collect(options: argparse.Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "environment.json").write_text(json.dumps(environment(), indent=1) + "\n")
     with (options.out / "rows.jsonl").open("w") as file:
-        for folder in sorted(options.runs.glob("*-*-*")):
-            name, lr, seed = folder.name.rsplit("-", 2)
-            log = folder / "run" / "log.jsonl"
-            if not (folder / "done").exists() or not log.exists():
+        for folder in sorted(options.runs.glob("*_*_*")):
+            name, lr, seed = folder.name.split("_")
+            if not (folder / "done").exists() or final_loss((name, float(lr), int(seed)), options) == math.inf:
                 continue
-            for row in read_rows(log):
-                if row["kind"] == "evaluation" and math.isfinite(row["loss"]):
+            for row in read_rows(folder / "run" / "log.jsonl"):
+                if row["kind"] == "evaluation":
                     facts = {"method": name, "lr": float(lr), "seed": int(seed), "step": row["step"], "loss": row["loss"]}
                     file.write(json.dumps(facts) + "\n")
 
