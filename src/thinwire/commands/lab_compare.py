@@ -17,6 +17,7 @@ from thinwire.lab.losses import best_curves, read_curves
 from thinwire.lab.methods import choose
 from thinwire.lab.table import summary
 from thinwire.planner.link_spec import parse_link
+from thinwire.training import recipes
 
 _GRID = tuple(f"{rate}{trip}" for rate in ("10mbit", "100mbit", "1gbit") for trip in ("", ",20ms", ",80ms"))
 
@@ -54,6 +55,7 @@ def command(arguments: list[str]) -> int:
     """Run it."""
     asked = tyro.cli(CompareCommand, prog="thinwire lab compare", args=arguments)
     console = Console()
+    _check(asked)
     comparison = Comparison(
         asked.recipe,
         choose(list(asked.methods)),
@@ -62,7 +64,6 @@ def command(arguments: list[str]) -> int:
         asked.steps,
         asked.most_seconds,
     )
-    _check(asked)
     asked.out.mkdir(parents=True, exist_ok=True)
     if not asked.report_only:
         (asked.out / "environment.json").write_text(json.dumps(environment(), indent=1) + "\n")
@@ -85,6 +86,7 @@ def _check(asked: CompareCommand) -> None:
         raise ValueError(f"steps={asked.steps} must be at least 1")
     if asked.target is not None and asked.losses is None:
         raise ValueError("target needs the loss curves: add --losses FILE")
+    recipes.build(asked.recipe)
 
 
 def _measure(comparison: Comparison, path: Path, console: Console) -> None:
