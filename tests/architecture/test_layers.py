@@ -82,6 +82,7 @@ EXTRAS = {
     "bench/contenders.py": {"pytorch_optimizer"},
     "bench/figure.py": {"matplotlib"},
     "commands/bench.py": {"rich", "tyro"},
+    "commands/lab.py": {"rich", "tyro"},
     "commands/plan.py": {"rich", "tyro"},
     "commands/train.py": {"rich", "tyro"},
 }

@@ -18,13 +18,19 @@ INTERPRETER = [sys.executable, "-I", "-S"]
 _CLOSE_SECONDS = 10.0
 
 
+def as_root_command(command: Sequence[str]) -> list[str]:
+    """The command line that runs this command as root of a user namespace of its own."""
+    return [*INTERPRETER, str(SCRIPT), "as-root", "--", *command]
+
+
 class Holder:
     """A namespace of its own. It ends with `close`, or with the process that made it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, in_user_namespace: bool = False) -> None:
         self.name = name
+        command = [*INTERPRETER, str(SCRIPT), "hold"]
         self._process = subprocess.Popen(
-            [*INTERPRETER, str(SCRIPT), "hold"],
+            as_root_command(command) if in_user_namespace else command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -99,6 +99,10 @@ class Network:
         self._started.append(process)
         return process
 
+    def holder_pid(self, host: int) -> int:
+        """The process that holds a host's namespace."""
+        return self._holder(host).pid
+
     def counters(self, host: int) -> Counters:
         """What has crossed a host's link so far."""
         holder = self._holder(host)

@@ -17,6 +17,7 @@ import select
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -179,15 +180,18 @@ class Relay:
         tables = [[bytes.fromhex(address.replace(":", "")) for address in port["addresses"]] for port in ports]
         self._schedule = Schedule(tables, links, seed)
         self._sockets = [_open(port["device"]) for port in ports]
-        self._fits(ports)
+        # Frames that a port's socket would not take yet.
+        self._waiting: list[deque[bytes]] = [deque() for _ in ports]
+        self._set_queues(ports)
         self._buffer = bytearray(_LARGEST_FRAME)
         self._view = memoryview(self._buffer)
         self._control = bytearray()
 
-    def _fits(self, ports: Sequence[dict[str, Any]]) -> None:
-        """The bucket's queue must fill up before the socket's does: it is the one that has a size."""
-        for one, port in zip(self._sockets, ports, strict=True):
-            one.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, min(1 << 30, 4 * int(port["queue_bytes"])))
+    def _set_queues(self, ports: Sequence[dict[str, Any]]) -> None:
+        """The token bucket's queue must fill up before the socket's does: it is the one that has a size."""
+        self._queue_bytes = [int(port["queue_bytes"]) for port in ports]
+        for one, size in zip(self._sockets, self._queue_bytes, strict=True):
+            _set_buffer(one, socket.SO_SNDBUF, _SO_SNDBUFFORCE, min(1 << 30, 4 * size))
 
     def run(self) -> None:
         """Until standard input closes."""
@@ -195,14 +199,18 @@ class Relay:
         numbers = {one.fileno(): port for port, one in enumerate(sockets)}
         watched = [0, *numbers]
         while True:
-            ready, _, _ = select.select(watched, (), (), schedule.wait_seconds(time.monotonic()))
+            blocked = [one for one, waiting in zip(sockets, self._waiting, strict=True) if waiting]
+            ready, free, _ = select.select(watched, blocked, (), schedule.wait_seconds(time.monotonic()))
             for number in ready:
                 if number == 0:
                     if not self._obey():
                         return
                 else:
                     self._receive(numbers[number])
-            self._send()
+            for one in free:
+                self._send_waiting(sockets.index(one))
+            for target, frame in schedule.take(time.monotonic()):
+                self._send(target, frame)
 
     def _receive(self, port: int) -> None:
         one, buffer, view, schedule = self._sockets[port], self._buffer, self._view, self._schedule
@@ -211,14 +219,31 @@ class Relay:
                 size = one.recv_into(buffer)
                 schedule.add(time.monotonic(), port, bytes(view[:size]))
 
-    def _send(self) -> None:
-        schedule, sockets = self._schedule, self._sockets
-        for target, frame in schedule.take(time.monotonic()):
-            try:
-                sockets[target].send(frame)
-                schedule.carried += num_packets(frame)
-            except OSError:  # the queue is full
-                schedule.overflowed += num_packets(frame)
+    def _send(self, target: int, frame: bytes) -> None:
+        """Frames leave a port in order; those for which even the waiting room is full are dropped, as by any router."""
+        waiting = self._waiting[target]
+        if waiting or not self._try(target, frame):
+            if sum(map(len, waiting)) + len(frame) > self._queue_bytes[target]:
+                self._schedule.overflowed += num_packets(frame)
+            else:
+                waiting.append(frame)
+
+    def _send_waiting(self, target: int) -> None:
+        waiting = self._waiting[target]
+        while waiting and self._try(target, waiting[0]):
+            waiting.popleft()
+
+    def _try(self, target: int, frame: bytes) -> bool:
+        """Hand a frame to a port's token bucket; False if its socket has too many there already."""
+        try:
+            self._sockets[target].send(frame)
+        except BlockingIOError:
+            return False
+        except OSError:  # the bucket's queue is full
+            self._schedule.overflowed += num_packets(frame)
+        else:
+            self._schedule.carried += num_packets(frame)
+        return True
 
     def _obey(self) -> bool:
         """Read lines of JSON; False when there are no more."""
@@ -230,7 +255,7 @@ class Relay:
             asked = json.loads(line)
             if "links" in asked:
                 self._schedule.set_links(asked["links"])
-                self._fits(asked["ports"])
+                self._set_queues(asked["ports"])
             _reply(self._counts())
         return bool(piece)
 
@@ -243,10 +268,18 @@ def _open(device: str) -> socket.socket:
     one = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     one.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
     one.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
-    one.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _RECEIVE_BUFFER)
+    _set_buffer(one, socket.SO_RCVBUF, _SO_RCVBUFFORCE, _RECEIVE_BUFFER)
     one.bind((device, _ETH_P_ALL))
     one.setblocking(False)
     return one
+
+
+def _set_buffer(one: socket.socket, option: int, forced: int, size: int) -> None:
+    """As large as asked for, or where that takes the rights of the machine's root, as large as all may have."""
+    try:
+        one.setsockopt(socket.SOL_SOCKET, forced, size)
+    except PermissionError:
+        one.setsockopt(socket.SOL_SOCKET, option, size)
 
 
 def _reply(answer: dict[str, int]) -> None:
