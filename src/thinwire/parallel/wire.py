@@ -10,17 +10,20 @@ from torch import Tensor
 
 from thinwire.core.errors import ExchangeError
 from thinwire.exchange.traffic import Traffic
+from thinwire.parallel.shaped import ShapedLink, carried
+from thinwire.planner.cost import Exchange, num_rounds
 
 
 class GroupWire:
-    """`thinwire.peers.contract.Wire` over the default process group, or over nothing where there is none."""
+    """`thinwire.peers.contract.Wire` over the default process group, or over nothing where there is none. ``link``: what
+    it takes is held back as over this modelled link."""
 
-    def __init__(self, timeout_seconds: float) -> None:
+    def __init__(self, timeout_seconds: float, link: ShapedLink | None = None) -> None:
         has_group = dist.is_initialized()
         self.replica = dist.get_rank() if has_group else 0
         self.num_replicas = dist.get_world_size() if has_group else 1
         self.traffic = Traffic()
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds, self._link = timeout_seconds, link
 
     def all_reduce_(self, tensor: Tensor) -> None:
         """Sum in place; counted as a ring: 2 (R - 1) / R of the bytes each way."""
@@ -57,7 +60,8 @@ class GroupWire:
             count.num_exchanges += 1
         began = time.monotonic()
         try:
-            with self.traffic.waiting():
+            exchange = Exchange(sent, received, num_rounds(what, self.num_replicas))
+            with self.traffic.waiting(), carried(self._link, exchange, what):
                 work = begin()
                 if work is not None:
                     work.wait(timedelta(seconds=self._timeout_seconds))

@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from thinwire.core.errors import CheckpointError, ExchangeError, TooFewReplicasError
 from thinwire.exchange.signed import choose_transport
 from thinwire.exchange.transport import Elastic, Transport, elastic
-from thinwire.parallel.group import backend_name, join
+from thinwire.parallel.group import backend_name
 from thinwire.parallel.sharding import gather_whole, sharding_of
 from thinwire.training.attendance import Attendance, elastic_transport
 from thinwire.training.checkpoints import Checkpoints, RunState, available_steps, check_model
@@ -45,6 +45,7 @@ from thinwire.training.keys import read_key
 from thinwire.training.methods import Decoupled, Method, build_method, lr_share
 from thinwire.training.models import build_model, loss_of, num_parameters
 from thinwire.training.reporter import Reporter
+from thinwire.training.shaping import join_over, words_for
 from thinwire.training.stopping import StopRequest
 from thinwire.training.text import TextData
 
@@ -82,7 +83,7 @@ def run_replica(job: Job, console: Console) -> Outcome | None:
     if launch.lighthouse:
         transport = choose_transport(elastic_transport(job.config), None, launch.timeout_seconds, key)
     else:
-        transport = join(job.place, device, launch.backend, launch.timeout_seconds)
+        transport = join_over(launch, job.place, device)
         agree_on_key(key is not None, transport)
         transport = choose_transport(transport, None, launch.timeout_seconds, key)
         job = settle_folder(job, transport)
@@ -271,7 +272,7 @@ class Run:
         if self._sharding is not None:
             shape = self._sharding.shape
             replicas = f"{_count(shape.replicate, 'replica')} of {shape.shard} ranks each"
-        backend += ", signed" if num_replicas > 1 and self._key is not None else ""
+        backend += (", signed" if num_replicas > 1 and self._key is not None else "") + words_for(self._config.launch)
         self._reporter.say(f"{optim.optimizer}{rule}, {replicas} on {self._device.type}{backend}, run in {self._job.folder}")
         if self.state.step:
             policy = self._job.residual

@@ -13,6 +13,7 @@ from thinwire.exchange.traffic import Traffic
 from thinwire.exchange.transport import Transport
 from thinwire.optimizer import DeMo
 from thinwire.parallel.dense import AveragedModel
+from thinwire.parallel.shaped import ShapedLink, link_of
 from thinwire.redistribution import assemble
 from thinwire.training.config import DECOUPLED_OPTIMIZERS, OptimConfig, ScheduleConfig
 from thinwire.training.errors import TrainingError
@@ -61,7 +62,7 @@ def build_method(config: OptimConfig, model: nn.Module, callable_model: nn.Modul
     """``callable_model`` is ``model`` itself or its compiled form; ``transport`` reaches the other replicas."""
     if config.optimizer in DECOUPLED_OPTIMIZERS:
         return Decoupled(config, model, callable_model, transport)
-    return Averaged(config, model, callable_model, transport.num_replicas)
+    return Averaged(config, model, callable_model, transport.num_replicas, link_of(transport))
 
 
 def lr_share(config: ScheduleConfig, step: int) -> float:
@@ -151,11 +152,18 @@ class Averaged:
 
     state_is_shared = True
 
-    def __init__(self, config: OptimConfig, model: nn.Module, callable_model: nn.Module, num_replicas: int) -> None:
+    def __init__(
+        self,
+        config: OptimConfig,
+        model: nn.Module,
+        callable_model: nn.Module,
+        num_replicas: int,
+        link: ShapedLink | None = None,
+    ) -> None:
         self.model = callable_model
         self._averaged: AveragedModel | None = None
         if num_replicas > 1:
-            self._averaged = AveragedModel(callable_model, next(model.parameters()).device)
+            self._averaged = AveragedModel(callable_model, next(model.parameters()).device, link)
             self.model = self._averaged
         self.traffic = self._averaged.traffic if self._averaged else Traffic()
         self._optimizers = _averaged_optimizers(config, model)
