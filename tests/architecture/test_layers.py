@@ -81,10 +81,13 @@ EXTRAS = {
     "training/report.py": {"matplotlib", "rich"},
     "training/reporter.py": {"rich"},
     "training/text.py": {"datasets", "tokenizers"},
+    "lab/figure.py": {"matplotlib"},
+    "lab/worker.py": {"rich"},
     "bench/contenders.py": {"pytorch_optimizer"},
     "bench/figure.py": {"matplotlib"},
     "commands/bench.py": {"rich", "tyro"},
     "commands/lab.py": {"rich", "tyro"},
+    "commands/lab_compare.py": {"rich", "tyro"},
     "commands/plan.py": {"rich", "tyro"},
     "commands/train.py": {"rich", "tyro"},
 }
