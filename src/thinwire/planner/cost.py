@@ -23,6 +23,8 @@ from thinwire.planner.links import Link
 # Backward computes two matrix products for each one of forward.
 BACKWARD_SHARE = 2 / 3
 PUBLISHED_COLLECTIVES_PER_TENSOR = 2
+# In gloo a receiver first says that it is ready, so that a round costs a whole round trip.
+TRIPS_PER_ROUND = 2
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class DeviceCosts:
     demo_ns_per_parameter: float
     published_ns_per_parameter: float
     ddp_overlap: float
-    trips_per_round: int = 2
+    trips_per_round: int = TRIPS_PER_ROUND
 
     def __post_init__(self) -> None:
         """Refuse costs that make no sense."""
@@ -95,7 +97,7 @@ class Workload:
     compute_seconds: float
     optimizer_seconds: float
     hidden_seconds: float = 0.0
-    trips_per_round: int = 2
+    trips_per_round: int = TRIPS_PER_ROUND
 
     @property
     def label(self) -> str:
@@ -144,22 +146,44 @@ class Prediction:
         return self.exposed_seconds / self.local_seconds
 
 
+def num_rounds(collective: str, num_replicas: int) -> int:
+    """The rounds of a collective that must follow each other: rings for two of them, all at once for an all-to-all."""
+    others = num_replicas - 1
+    return {"all-reduce": 2 * others, "all-gather": others, "all-to-all": min(1, others)}[collective]
+
+
 def ring_all_reduce(num_bytes: int, num_replicas: int) -> Exchange:
     """Sum ``num_bytes`` over all ranks: each sends 2 (R - 1) / R of them, in 2 (R - 1) rounds."""
     carried = -(-2 * (num_replicas - 1) * num_bytes // num_replicas)
-    return Exchange(carried, carried, 2 * (num_replicas - 1))
+    return Exchange(carried, carried, num_rounds("all-reduce", num_replicas))
 
 
 def ring_all_gather(num_bytes: int, num_replicas: int, num_collectives: int = 1) -> Exchange:
     """Bring ``num_bytes`` of each rank to all: R - 1 messages arrive, in R - 1 rounds per collective."""
-    rounds = num_replicas - 1
+    rounds = num_rounds("all-gather", num_replicas)
     return Exchange(num_bytes if rounds else 0, rounds * num_bytes, rounds * num_collectives)
+
+
+def tree_broadcast(num_bytes: int, num_replicas: int) -> Exchange:
+    """Bring one rank's ``num_bytes`` to all: in every round those who have them pass them on, so that the first rank's link
+    carries them as often as there are rounds."""
+    rounds = (num_replicas - 1).bit_length()
+    return Exchange(num_bytes if rounds else 0, rounds * num_bytes, rounds)
+
+
+def transfer_seconds(exchange: Exchange, link: Link) -> float:
+    """``received / w``: how long the link is busy with the bytes."""
+    return exchange.received_bytes / link.bytes_per_second
+
+
+def latency_seconds(exchange: Exchange, link: Link, trips_per_round: int) -> float:
+    """``a * rounds * t``: what rounds that wait for each other take, however few the bytes."""
+    return trips_per_round * exchange.num_rounds * link.one_way_seconds
 
 
 def network_seconds(exchange: Exchange, link: Link, trips_per_round: int) -> float:
     """``received / w + a * rounds * t``: bytes at the link's rate, and the latency of rounds that wait for each other."""
-    latency = trips_per_round * exchange.num_rounds * link.one_way_seconds
-    return exchange.received_bytes / link.bytes_per_second + latency
+    return transfer_seconds(exchange, link) + latency_seconds(exchange, link, trips_per_round)
 
 
 def ddp(

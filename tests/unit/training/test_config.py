@@ -107,6 +107,12 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ({"overlap": True}, 2, "overlap sends gradients before their norm is known: clip=1.0 must be 0"),
         ({"delay": 1, "optimizer": "adamw"}, 2, "delay is an option of optimizer=demo, not of adamw"),
         ({"overlap": True, "clip": 0.0, "optimizer": "adamw"}, 2, "overlap is an option of optimizer=demo, not of adamw"),
+        ({"link": "100mbit"}, 1, "link='100mbit' is for two replicas or more"),
+        ({"link": "fast"}, 2, "link='fast' is not a number with kbit"),
+        ({"link": "1gbit,20ms,loss=1%"}, 2, "link='1gbit,20ms,loss=1%': a modelled link knows no jitter and no loss"),
+        ({"link": "1gbit", "mesh": "replicate=2"}, 2, "link='1gbit' does not go with mesh='replicate=2'"),
+        ({"link": "1gbit", "elastic": True}, 2, "link='1gbit' does not go with replicas that come and go"),
+        ({"link": "1gbit", "backend": "nccl"}, 2, "link='1gbit' needs backend=gloo"),
     ],
 )
 def test_values_that_cannot_work(changes: dict[str, object], replicas: int, words: str) -> None:
