@@ -243,8 +243,8 @@ def test_a_holder_that_is_killed_is_noticed() -> None:
 def test_a_relay_that_dies_is_noticed() -> None:
     with Network(links("10mbit,2ms;10mbit,2ms")) as network:
         need_relay(network)
-        assert network.relay_pid is not None
-        os.kill(network.relay_pid, signal.SIGKILL)
+        assert network._relay is not None
+        os.kill(network._relay.pid, signal.SIGKILL)
         with pytest.raises(LabError, match="the relay in the hub is gone"):
             check_until_noticed(network)
 

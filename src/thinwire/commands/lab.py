@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
@@ -106,8 +107,13 @@ def check(arguments: list[str]) -> int:
     with Network(layout.hosts, layout.islands) as network:
         _describe(network, console)
         with console.status("measuring"):
+            start, before = time.monotonic(), network.relay_seconds()
             rows = list(measure(network, every_pair=True))
+            share = (network.relay_seconds() - before) / (time.monotonic() - start)
+        is_relayed = network.core == "relay"
     print_rows(rows, console)
+    if is_relayed:
+        console.print(f"the relay took {share:.0%} of one core meanwhile", highlight=False)
     problems = [row.problem for row in rows if row.problem]
     if problems:
         raise LabError(f"the network is not as asked for: {problems[0]}; is the machine busy?")

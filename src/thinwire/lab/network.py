@@ -151,10 +151,9 @@ class Network:
         """Packets that the relay has ``carried``, ``lost`` as asked, and dropped since a queue ``overflowed``."""
         return self._relay.counts() if self._relay is not None else {}
 
-    @property
-    def relay_pid(self) -> int | None:
-        """The process of the relay, to see what it costs."""
-        return None if self._relay is None else self._relay.pid
+    def relay_seconds(self) -> float:
+        """What the relay has cost so far, in seconds of one core."""
+        return 0.0 if self._relay is None else self._relay.processor_seconds()
 
     def close(self) -> None:
         """End all that runs in the hosts, and the hosts."""

@@ -76,11 +76,12 @@ def connect(pid: int, address: str) -> tuple[socket.socket, socket.socket]:
     with socket.create_server((address, 0)) as server:
         near.settimeout(_MOST_WAIT_SECONDS)
         server.settimeout(_MOST_WAIT_SECONDS)
-        # Plain slow start, up to the window below: others leave it early when the round trip varies.
-        near.setsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, b"reno")
-        near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         near.connect(server.getsockname())
         far, _ = server.accept()
+    # Plain slow start, up to the window below: others leave it early when the round trip varies. Only now, since a route's
+    # choice comes first while connecting.
+    near.setsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, b"reno")
+    near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     far.settimeout(_MOST_WAIT_SECONDS)
     far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return near, far

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,11 @@ class RelayProcess:
     def counts(self) -> dict[str, int]:
         """Packets carried, lost as asked, and dropped since a queue was full."""
         return self._ask({})
+
+    def processor_seconds(self) -> float:
+        """What it has cost so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def is_alive(self) -> bool:
         """Whether it still carries frames."""
