@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from typing import Any
 
 _CLONE_NEWNET = 0x40000000
-_TCP_WINDOW_CLAMP, _TCP_CONGESTION = 10, 13
+_TCP_CONGESTION = 13
 # tcp_info.tcpi_bytes_received: what the kernel has received in order, whenever this process comes to read it.
 _BYTES_RECEIVED = struct.Struct("=128xQ")
-_PIECE = bytes(1 << 18)
+_PIECE = memoryview(bytes(1 << 18))
 _SAMPLE_SECONDS, _MOST_WAIT_SECONDS = 0.01, 20.0
 # When a stream is said to run evenly: so near to what is wanted, and not faster than before for a window.
 _NEAR, _FASTER = 0.97, 1.003
@@ -78,7 +78,7 @@ def connect(pid: int, address: str) -> tuple[socket.socket, socket.socket]:
         server.settimeout(_MOST_WAIT_SECONDS)
         near.connect(server.getsockname())
         far, _ = server.accept()
-    # Plain slow start, up to the window below: others leave it early when the round trip varies. Only now, since a route's
+    # Plain slow start: others leave it early when the round trip varies. Only now, since a route's
     # choice comes first while connecting.
     near.setsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, b"reno")
     near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -101,17 +101,17 @@ def ping(near: socket.socket, far: socket.socket, num_pings: int) -> list[float]
 
 
 def stream(near: socket.socket, far: socket.socket, rate: Rate, asked: dict[str, Any]) -> float:
-    """The rate of a stream in bytes per second. ``window_bytes`` are on their way at most, so that no queue overflows; the
-    first ``skip_bytes`` pass on the credit of idle token buckets and do not count."""
-    far.setsockopt(socket.IPPROTO_TCP, _TCP_WINDOW_CLAMP, asked["window_bytes"])
+    """The rate of a stream in bytes per second. ``window_bytes`` are between the two ends at most, so that no queue
+    overflows; the first ``skip_bytes`` pass on the credit of idle token buckets and do not count."""
     for end in (near, far):
         end.setblocking(False)
     buffer, sent, start, sampled_at = bytearray(1 << 20), 0, time.monotonic(), 0.0
     base = _received(far)
     while not rate.is_even and time.monotonic() - start < asked["seconds"]:
-        readable, writable, _ = select.select([far], [near], [], _SAMPLE_SECONDS)
+        room = asked["window_bytes"] - (sent - (_received(far) - base))
+        readable, writable, _ = select.select([far], [near] if room > 0 else [], [], _SAMPLE_SECONDS)
         if writable:
-            sent += near.send(_PIECE)
+            sent += near.send(_PIECE[:room])
         if readable:
             far.recv_into(buffer, 0, socket.MSG_TRUNC)
         now = time.monotonic()

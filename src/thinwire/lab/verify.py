@@ -22,7 +22,7 @@ _RATE_SHARE = 0.05
 _ROUND_TRIP_SHARE, _ROUND_TRIP_SECONDS = 0.1, 2e-3
 _NUM_PINGS = 8
 # The shortest window, and how many bursts of a token bucket it must hold for one to be a small part of it.
-_WINDOW_SECONDS, _NUM_BURSTS = 0.3, 30
+_WINDOW_SECONDS, _NUM_BURSTS = 0.3, 40
 _NUM_SLOW_START_TRIPS, _NUM_WINDOWS = 15, 8
 _QUEUE_SECONDS, _QUEUE_BYTES, _UNLIMITED_WINDOW_BYTES = 0.05, (16 << 10, 64 << 10), 64 << 20
 _START_SECONDS = 60.0
@@ -124,19 +124,20 @@ def plan_probe(way: NetworkPath, with_rate: bool) -> dict[str, Any]:
     """How to measure a way: long enough for a window that bursts do not matter in, with enough data under way to fill it,
     and not so many that a queue overflows."""
     round_trip, wanted = way.round_trip_seconds + way.jitter_seconds, None
-    window, window_bytes, burst = _WINDOW_SECONDS, _UNLIMITED_WINDOW_BYTES, 0
+    window, window_bytes, skip_bytes = _WINDOW_SECONDS, _UNLIMITED_WINDOW_BYTES, 0
     if way.rate_bits is not None:
         bytes_per_second, burst = way.rate_bits / 8, bucket(way.rate_bits).burst_bytes
         window = max(_WINDOW_SECONDS, _NUM_BURSTS * burst / bytes_per_second, 2 * round_trip)
         queue = min(_QUEUE_BYTES[1], max(_QUEUE_BYTES[0], bytes_per_second * _QUEUE_SECONDS))
-        window_bytes = round(1.25 * bytes_per_second * round_trip + 2 * burst + queue)
+        window_bytes = round(1.25 * bytes_per_second * round_trip / 2 + 2 * burst + queue)
+        skip_bytes = round(2 * (burst + 2 * bytes_per_second * round_trip + queue))
         wanted = None if way.loss else bytes_per_second * TCP_PAYLOAD_SHARE
     return {
         "num_pings": _NUM_PINGS,
         "seconds": _NUM_WINDOWS * window + _NUM_SLOW_START_TRIPS * round_trip if with_rate else 0.0,
         "window_seconds": window,
         "window_bytes": window_bytes,
-        # By then slow start has filled the window, and with it used up the buckets' credit.
-        "skip_bytes": 2 * (burst + window_bytes) if burst else 0,
+        # By then slow start has filled the way, and with it used up the buckets' credit.
+        "skip_bytes": skip_bytes,
         "wanted": wanted,
     }

@@ -74,8 +74,9 @@ def test_every_host_is_sender_and_receiver() -> None:
 def test_a_stream_fills_the_way_and_no_queue() -> None:
     asked = plan_probe(Path(100e6, 0.08, 0.0, 0.0), with_rate=True)
     assert asked["wanted"] == pytest.approx(100e6 / 8 * 1448 / 1514)
-    # A round trip holds 1 MB, and the queue of such a link 4 MiB.
-    assert 1e6 < asked["window_bytes"] < 1e6 + (4 << 20)
+    # One way holds 0.5 MB, and the queue of such a link 4 MiB.
+    assert 5e5 < asked["window_bytes"] < 5e5 + (4 << 20)
+    assert asked["skip_bytes"] > asked["window_bytes"]
     assert asked["window_seconds"] > 0.3
     assert plan_probe(Path(100e6, 0.08, 0.0, 0.0), with_rate=False)["seconds"] == 0
     assert plan_probe(Path(100e6, 0.08, 0.0, 0.01), with_rate=True)["wanted"] is None
