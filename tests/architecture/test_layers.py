@@ -68,6 +68,7 @@ EXTRAS = {
     "parallel/launch.py": {"torchft"},
     "planner/table.py": {"rich"},
     "planner/figure.py": {"matplotlib"},
+    "planner/scale_figure.py": {"matplotlib"},
     "training/config_file.py": {"yaml"},
     "training/dry_run.py": {"rich"},
     "training/logs.py": {"wandb"},
@@ -84,6 +85,7 @@ EXTRAS = {
     "commands/bench.py": {"rich", "tyro"},
     "commands/lab.py": {"rich", "tyro"},
     "commands/plan.py": {"rich", "tyro"},
+    "commands/scale.py": {"rich", "tyro"},
     "commands/train.py": {"rich", "tyro"},
 }
 # Layers that may know of process groups.

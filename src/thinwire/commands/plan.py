@@ -10,6 +10,7 @@ from rich.console import Console
 
 from thinwire.exchange.plan import TensorSpec
 from thinwire.planner import Link, make_report, parse_bandwidth, parse_seconds, tensors_from_count
+from thinwire.planner.link_spec import parse_link
 from thinwire.training import recipes
 from thinwire.training.config import DataConfig, ModelConfig, TrainConfig
 from thinwire.training.errors import TrainingError
@@ -23,7 +24,8 @@ _FACTORS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000, "g": 1_000_00
 class PlanCommand:
     """Predict bytes, step time and efficiency of DDP and of DeMo on a link, and recommend a setting.
 
-    The model behind the figures, and how well it meets measurements: docs/planner.md.
+    The model behind the figures, and how well it meets measurements: docs/planner.md. `thinwire plan scale` is about
+    many replicas, up to thousands.
     """
 
     model: tyro.conf.Positional[str]
@@ -52,6 +54,10 @@ class PlanCommand:
 
 def command(arguments: list[str]) -> int:
     """Run it."""
+    if arguments[:1] == ["scale"]:
+        from thinwire.commands import scale
+
+        return scale.command(arguments[1:])
     asked = tyro.cli(PlanCommand, prog="thinwire plan", args=arguments)
     link = Link(
         parse_bandwidth(asked.bandwidth, "--bandwidth"), parse_seconds(asked.round_trip, "--round-trip", allow_zero=True)
@@ -77,21 +83,36 @@ def command(arguments: list[str]) -> int:
     return 0
 
 
+def read_link(text: str, name: str) -> Link:
+    """A link as the planner sees it: rate and round trip."""
+    spec = parse_link(text, name)
+    if spec.jitter_seconds or spec.loss:
+        raise ValueError(f"{name}={text!r}: the planner knows no jitter and no loss; leave them out")
+    return spec.link
+
+
+def parse_count(text: str, name: str) -> int:
+    """A number of parameters, such as 320M; ``name`` is what an error calls it."""
+    match = _COUNT.fullmatch(text)
+    try:
+        count = round(float(match[1]) * _FACTORS[match[2].lower()]) if match is not None else None
+    except ValueError as error:
+        raise TrainingError(f"{name}={text!r} is not a number of parameters: {error}") from error
+    if count is None:
+        raise TrainingError(f"{name}={text!r} is not a number of parameters, such as 320M")
+    if not 1 <= count <= _MOST_PARAMETERS:
+        raise TrainingError(f"{name}={text!r}: the number of parameters must be from 1 to {_MOST_PARAMETERS:.0e}")
+    return count
+
+
 def tensors_of(model: str) -> tuple[TensorSpec, ...]:
     """The trained tensors of a recipe, a model folder, or of a model of which only the size is known."""
     from thinwire.training.shapes import build_on_meta, specs_of
 
     if model in recipes.RECIPES:
         return tuple(specs_of(build_on_meta(recipes.build(model))))
-    match = _COUNT.fullmatch(model)
-    if match is not None and not Path(model).exists():
-        try:
-            count = round(float(match[1]) * _FACTORS[match[2].lower()])
-        except ValueError as error:
-            raise TrainingError(f"model={model!r} is not a number of parameters: {error}") from error
-        if not 1 <= count <= _MOST_PARAMETERS:
-            raise TrainingError(f"model={model!r}: the number of parameters must be from 1 to {_MOST_PARAMETERS:.0e}")
-        return tensors_from_count(count)
+    if _COUNT.fullmatch(model) is not None and not Path(model).exists():
+        return tensors_from_count(parse_count(model, "model"))
     if not Path(model).exists():
         raise TrainingError(
             f"model={model!r} is neither a recipe ({', '.join(recipes.RECIPES)}), nor a model folder or config.json that "
