@@ -145,11 +145,14 @@ def payload_bytes(num_parameters: int, topk: int, values: str) -> int:
 
 
 @cache
-def published_payload(num_parameters: int) -> tuple[int, int]:
-    """Bytes of the published code's messages of a step, and into how many collectives they are split."""
+def published_payload(num_parameters: int) -> tuple[int, int, float]:
+    """Bytes of the published code's messages of a step, into how many collectives they are split, and the largest tensor's
+    share of them: no more than one tensor's are held at a time."""
     tensors = tensors_from_count(num_parameters)
     plan = make_plan(tensors, [Coding(_CHUNK, PUBLISHED_TOPK, "float32", "published", _DENSE_BELOW)])
-    return plan.num_coefficients * PUBLISHED_BYTES_PER_COEFFICIENT, PUBLISHED_COLLECTIVES_PER_TENSOR * len(tensors)
+    sizes = [math.prod(tensor.shape) for tensor in tensors]
+    total = plan.num_coefficients * PUBLISHED_BYTES_PER_COEFFICIENT
+    return total, PUBLISHED_COLLECTIVES_PER_TENSOR * len(tensors), max(sizes) / sum(sizes)
 
 
 @dataclass(frozen=True)
@@ -205,9 +208,10 @@ class Case:
 
     def published(self) -> Method:
         """DeMo as published: two blocking all-gathers per tensor. Its decoding is taken not to grow with R."""
-        total, num_collectives = published_payload(self.num_parameters)
+        total, num_collectives, largest = published_payload(self.num_parameters)
         stage = Stage("all-gather", "replicas", total, num_collectives)
-        return Method("published DeMo", (stage,), self._local(self.setting.device.published_ns), self.num_replicas * total)
+        seconds = self._local(self.setting.device.published_ns)
+        return Method("published DeMo", (stage,), seconds, self.num_replicas * largest * total)
 
     def all_gather(self) -> Method:
         """Thinwire as it is: one all-gather of payloads after backward, and R payloads to decode."""
