@@ -17,12 +17,14 @@ from thinwire.planner.scale import (
     closed_step_seconds,
     crossing_in_bytes,
     crossing_in_time,
+    make_rows,
     predict,
 )
 from thinwire.planner.scale_methods import H200, Case, Setting, payload_bytes
-from thinwire.planner.scale_page import describe
+from thinwire.planner.scale_page import bytes_table, crossings_table, describe, steps_table
 
 ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "results" / "scale" / "2026-11-15_model"
 SIZES = (10**8, 10**9, 7 * 10**9, 7 * 10**10)
 
 
@@ -158,6 +160,29 @@ def test_the_devices_rates_are_those_that_were_measured() -> None:
 def test_senseless_settings_are_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Setting(**changes)  # type: ignore[arg-type]
+
+
+def test_the_rows_in_results_are_those_of_the_code() -> None:
+    stored = [json.loads(line) for line in (RESULTS / "rows.jsonl").read_text().splitlines()]
+    replicas = (8, 64)
+    mine = [row.as_dict() for row in make_rows(Setting(), SIZES, replicas)]
+    there = [row for row in stored if row["num_replicas"] in replicas]
+    assert len(stored) == 320
+    assert [row.keys() for row in there] == [row.keys() for row in mine]
+    for row, other in zip(mine, there, strict=True):
+        assert row == pytest.approx(other)
+
+
+def test_the_tables_in_the_docs_are_those_of_the_code() -> None:
+    document = (ROOT / "docs" / "scale.md").read_text()
+    rows = make_rows(Setting(), SIZES, (8, 64, 256, 1024))
+    for count in SIZES:
+        assert steps_table(rows, count, "ring", (8, 64, 256, 1024)) in document
+    assert steps_table(rows, 10**9, "doubling", (8, 64, 256, 1024)) in document
+    assert bytes_table(rows, 10**9, (8, 64, 256, 1024), "link") in document
+    assert bytes_table(rows, 7 * 10**9, (8, 64, 256, 1024), "held") in document
+    assert crossings_table(Setting(), SIZES) in document
+    assert crossings_table(Setting(), SIZES) in (RESULTS / "summary.md").read_text()
 
 
 def test_the_command_writes_all_it_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
