@@ -34,6 +34,8 @@ class PlanCommand:
     """Time of forward and backward per step and replica, such as 0.8s or 250ms; `thinwire train --dry-run` estimates it."""
     replicas: int = 2
     """Replicas that train together."""
+    link: str = ""
+    """Rate and round trip in one, such as 100mbit,20ms; in place of --bandwidth and --round-trip."""
     bandwidth: str = "100Mbit"
     """Rate of each replica's link, such as 100Mbit or 10Gbit."""
     round_trip: str = "20ms"
@@ -46,6 +48,8 @@ class PlanCommand:
     """Value codecs to compare."""
     chunk: int = 64
     """Edge of the chunks."""
+    overlap: bool = False
+    """Let Thinwire's rows be those of overlap=True: buckets leave while backward runs."""
     figure: Path | None = None
     """Also draw efficiency against bandwidth, as a PNG file."""
     debug: bool = False
@@ -59,18 +63,16 @@ def command(arguments: list[str]) -> int:
 
         return scale.command(arguments[1:])
     asked = tyro.cli(PlanCommand, prog="thinwire plan", args=arguments)
-    link = Link(
-        parse_bandwidth(asked.bandwidth, "--bandwidth"), parse_seconds(asked.round_trip, "--round-trip", allow_zero=True)
-    )
     report = make_report(
         tensors_of(asked.model),
         asked.replicas,
-        link,
+        _link_asked_for(asked, arguments),
         parse_seconds(asked.compute, "--compute"),
         device=asked.device,
         topks=asked.topks,
         values=asked.values,
         chunk=asked.chunk,
+        overlap=asked.overlap,
     )
     from thinwire.planner.table import print_report
 
@@ -81,6 +83,16 @@ def command(arguments: list[str]) -> int:
         draw(report, asked.figure)
         print(f"figure: {asked.figure}")
     return 0
+
+
+def _link_asked_for(asked: PlanCommand, arguments: list[str]) -> Link:
+    if not asked.link:
+        round_trip = parse_seconds(asked.round_trip, "--round-trip", allow_zero=True)
+        return Link(parse_bandwidth(asked.bandwidth, "--bandwidth"), round_trip)
+    for flag in ("--bandwidth", "--round-trip"):
+        if any(argument.replace("_", "-").split("=")[0] == flag for argument in arguments):
+            raise TrainingError(f"--link {asked.link} says it all: leave {flag} out")
+    return read_link(asked.link, "--link")
 
 
 def read_link(text: str, name: str) -> Link:
