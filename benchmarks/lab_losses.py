@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["all"])
     parser.add_argument("--recipe", default="gpt-10m")
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--factors", nargs="+", type=float, default=[0.25, 0.5, 1.0, 2.0])
+    parser.add_argument("--factors", nargs="+", type=float, default=[1.0, 0.3, 3.0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after this time")
@@ -46,7 +46,7 @@ def main() -> None:
             list(pool.map(lambda trial: train(trial, options, others, deadline), trials))
 
     base = {name: METHODS[name].train_config(options.recipe).optim.lr for name in names}
-    grid = [(name, base[name] * factor, options.seeds[0]) for name in names for factor in options.factors]
+    grid = [(name, base[name] * factor, options.seeds[0]) for factor in options.factors for name in names]
     run_all(grid)
     edges = [(name, beyond, options.seeds[0]) for name in names if (beyond := edge(name, options)) is not None]
     run_all(edges)
@@ -105,7 +105,7 @@ def edge(name: str, options: argparse.Namespace) -> float | None:
     if len(found) < 2 or len(found) > len(options.factors):
         return None
     best, all_rates = min(found)[1], sorted(lr for _, lr in found)
-    return best * 2 if best == all_rates[-1] else best / 2 if best == all_rates[0] else None
+    return best * 2.5 if best == all_rates[-1] else best / 2.5 if best == all_rates[0] else None
 
 
 def collect(options: argparse.Namespace) -> None:

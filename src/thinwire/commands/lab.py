@@ -11,6 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from thinwire.commands import lab_compare
 from thinwire.core.errors import check_choice
 from thinwire.lab import support
 from thinwire.lab.errors import LabError
@@ -29,6 +30,7 @@ _USAGE = """usage: thinwire lab COMMAND [options]
 commands:
   check            what this machine can do, and whether links are as thin as asked for  (thinwire lab check --help)
   run -- COMMAND   run any command once per host                                         (thinwire lab run --help)
+  compare          every method on every link: step times, bytes, time to a loss         (thinwire lab compare --help)
 """
 _CORES = {
     "switch": "switched by the kernel; no link has delay",
@@ -134,7 +136,7 @@ def run(arguments: list[str]) -> int:
 
 
 # Each takes what comes after its name, and returns an exit code.
-SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {"check": check, "run": run}
+SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {"check": check, "run": run, "compare": lab_compare.command}
 
 
 def _describe(network: Network, console: Console) -> None:

@@ -16,7 +16,8 @@ HEADER_BYTES = 14 + 20 + 32
 class Cell:
     """One method on one link. Seconds and bytes are those of a step: a median for ``seconds``, means for all else, over
     measured steps and hosts; where replicas speak in one of ``period`` steps, both kinds of step are weighted. ``sent`` and
-    ``received`` are of the hosts' interfaces, those of the meter beside them. ``error`` says why there are no figures."""
+    ``received`` are of the hosts' interfaces, those of the meter beside them. ``measured_bits`` is the rate of a sender's
+    own bytes, found before the steps. ``error`` says why there are no figures."""
 
     num_hosts: int
     link: str
@@ -82,10 +83,10 @@ def summarise(steps_of_hosts: Sequence[Sequence[dict[str, Any]]], period: int) -
 
 
 def _weighted(rows: Sequence[dict[str, Any]], name: str, period: int) -> float:
-    loud = [row[name] for row in rows if row["num_exchanges"] > 0]
-    quiet = [row[name] for row in rows if row["num_exchanges"] == 0]
+    loud = [float(row[name]) for row in rows if row["num_exchanges"] > 0]
+    quiet = [float(row[name]) for row in rows if row["num_exchanges"] == 0]
     if period == 1 or not loud or not quiet:
-        return mean(row[name] for row in rows)
+        return mean(loud + quiet)
     return (mean(loud) + (period - 1) * mean(quiet)) / period
 
 

@@ -13,29 +13,13 @@ from types import TracebackType
 from typing import IO, Any
 
 from thinwire.lab.errors import LabError
+from thinwire.lab.everywhere import environment
 from thinwire.lab.network import Network
 from thinwire.training.config import TrainConfig
 from thinwire.training.config_file import as_toml
 
-FIRST_ADDRESS = "10.77.0.1"
-_PORT = 29_500
 _START_SECONDS = 180.0
 _END_SECONDS = 10.0
-
-
-def rank_environment(host: int, num_hosts: int, num_threads: int) -> dict[str, str]:
-    """What torchrun would set for one process per host."""
-    return {
-        **os.environ,
-        "RANK": str(host),
-        "WORLD_SIZE": str(num_hosts),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": FIRST_ADDRESS,
-        "MASTER_PORT": str(_PORT),
-        "GLOO_SOCKET_IFNAME": "veth0",
-        "OMP_NUM_THREADS": str(num_threads),
-    }
 
 
 class Workers:
@@ -65,9 +49,9 @@ class Workers:
         return self
 
     def _start(self, host: int, command: list[str], log: IO[str]) -> None:
-        environment = rank_environment(host, self._num_hosts, self._config.launch.threads)
+        env = environment(host, self._num_hosts, len(os.sched_getaffinity(0)), os.environ)
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
-        process = self._network.start(host, command, environment, **pipes)
+        process = self._network.start(host, command, env, **pipes)
         answers: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=_pass_on, args=(process.stdout, answers), daemon=True).start()
         self._processes.append(process)

@@ -3,7 +3,7 @@
 Letters: N elements of all trained parameters together, R replicas, K kept elements.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -38,13 +38,17 @@ class Wire(Protocol):
 class Peer(Protocol):
     """One replica's side of a method."""
 
-    optimizers: Sequence[Optimizer]
+    optimizers: list[Optimizer]
     """What changes the parameters; a schedule sets the learning rates of their groups before each step."""
     state: dict[str, Tensor]
     """What this replica must keep between steps besides the optimizers' own state: errors fed back, counters."""
+    has_own_parameters: bool
+    """Whether replicas part between two synchronisations; if not, all hold the same bits after every step."""
 
     def compress(self, gradient_N: Tensor) -> Message:
-        """This replica's message; what it cannot say of the gradient is kept in ``state``. Empty: nothing is due."""
+        """This replica's message; what it cannot say of the gradient is kept in ``state``. Empty: nothing is due.
+
+        Methods that synchronise once in a while take their local step here."""
         ...
 
     def exchange(self, message: Message, wire: Wire) -> Message:
@@ -63,13 +67,17 @@ class Flat:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.sizes = [parameter.numel() for parameter in self.parameters]
         self.num_elements = sum(self.sizes)
+        self.device = self.parameters[0].device
+
+    def zeros(self) -> Tensor:
+        """A vector of N zeros."""
+        return torch.zeros(self.num_elements, device=self.device)
 
     def gradient(self) -> Tensor:
         """A copy of all gradients; zero where there is none."""
-        zero = (torch.zeros(size, device=p.device) for p, size in zip(self.parameters, self.sizes, strict=True))
         parts = [
-            nothing if parameter.grad is None else parameter.grad.detach().float().flatten()
-            for parameter, nothing in zip(self.parameters, zero, strict=True)
+            torch.zeros(size, device=self.device) if parameter.grad is None else parameter.grad.detach().float().flatten()
+            for parameter, size in zip(self.parameters, self.sizes, strict=True)
         ]
         return torch.cat(parts)
 
@@ -88,3 +96,36 @@ class Flat:
         """Overwrite all parameters."""
         for parameter, part in zip(self.parameters, vector_N.split(self.sizes), strict=True):
             parameter.copy_(part.view_as(parameter))
+
+    def rates(self, optimizer: Optimizer) -> list[float]:
+        """The learning rate of every parameter."""
+        rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+        return [rates[id(parameter)] for parameter in self.parameters]
+
+
+def gather(message: Message, wire: Wire) -> Message:
+    """Everyone's: each tensor with a dimension R in front. One exchange, of the tensors' bytes one after the other, since a
+    second one would pay the latency of the link again."""
+    pieces = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in message]
+    rows_RB = wire.all_gather(torch.cat(pieces))
+    parts = rows_RB.split([piece.numel() for piece in pieces], dim=1)
+    return tuple(
+        part.clone(memory_format=torch.contiguous_format).view(tensor.dtype).view(len(rows_RB), *tensor.shape)
+        for part, tensor in zip(parts, message, strict=True)
+    )
+
+
+def mean_of(rows: Iterable[Tensor], num_replicas: int) -> Tensor:
+    """The mean over replicas, added up in their order, so that all find the same bits."""
+    ordered = iter(rows)
+    total = next(ordered).clone()
+    for row in ordered:
+        total += row
+    return total / num_replicas
+
+
+def count_step(state: dict[str, Tensor]) -> int:
+    """Count a step in ``state``, which is what resumes; how many there were before it."""
+    step = int(state.setdefault("step", torch.zeros((), dtype=torch.int64, device="cpu")))
+    state["step"] += 1
+    return step

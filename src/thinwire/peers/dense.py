@@ -9,6 +9,8 @@ from thinwire.peers.contract import Flat, Message, Wire
 class Dense:
     """``optimizer`` steps on the mean gradient."""
 
+    has_own_parameters = False
+
     def __init__(self, flat: Flat, optimizer: Optimizer) -> None:
         self.optimizers = [optimizer]
         self.state: dict[str, Tensor] = {}

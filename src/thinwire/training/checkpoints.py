@@ -29,6 +29,7 @@ from thinwire.core.errors import CheckpointError
 from thinwire.exchange.transport import Transport, all_gather
 from thinwire.parallel.listing import check_files, list_files, listed_files, reason, tell_problems, together
 from thinwire.parallel.state_files import read_state, write_state
+from thinwire.training.config import UNSHARED_OPTIMIZERS
 
 _log = logging.getLogger("thinwire")
 _TOKEN_BYTES = 16
@@ -171,10 +172,19 @@ class Checkpoints:
             checkpoint = self._folder / _name(step)
             problems = [told for told in tell_problems(self._transport, self._damage_to(checkpoint)) if told]
             if not problems:
-                return checkpoint, read_run(checkpoint, self._transport.replica)
+                return checkpoint, self._checked(read_run(checkpoint, self._transport.replica))
             if self._transport.replica == 0 and step != min(common):
                 _log.warning("%s; the checkpoint before it is tried", problems[0])
         raise CheckpointError(problems[0])
+
+    def _checked(self, run: RunState) -> RunState:
+        saved, now = run.num_replicas, self._transport.num_replicas
+        if run.optimizer in UNSHARED_OPTIMIZERS and saved != now:
+            raise CheckpointError(
+                f"the checkpoint is of {saved} replicas, this run has {now}: with optimizer={run.optimizer} each replica "
+                f"has a state of its own, so start {saved}"
+            )
+        return run
 
     def newest_here(self) -> tuple[Path, RunState] | None:
         """The newest undamaged checkpoint that this replica sees, without asking the others."""

@@ -14,8 +14,38 @@ from thinwire.parallel.shaped import ShapedLink
 from thinwire.planner.link_spec import parse_link
 from thinwire.wire.values import VALUE_CODECS
 
-# The optimizers that leave each replica its own gradients; all others average them.
+# The optimizers whose exchange is Thinwire's own; of the others, these exchange something else than averaged gradients.
 DECOUPLED_OPTIMIZERS = ("demo", "published")
+PEERS = (
+    *("topk", "dgc", "randomk", "signsgd", "ef-signsgd", "qsgd", "onebit-adam"),
+    *("local-sgd", "diloco", "sparseloco", "published-code"),
+)
+# Each replica has a state of its own, of which nobody has said what it means to more or fewer replicas.
+UNSHARED_OPTIMIZERS = (*PEERS, "powersgd")
+
+OptimizerName = Literal[
+    "demo",
+    "published",
+    "adamw",
+    "sgd",
+    "muon",
+    "lion",
+    "adamw-bf16",
+    "adamw-fp16",
+    "powersgd",
+    "galore",
+    "topk",
+    "dgc",
+    "randomk",
+    "signsgd",
+    "ef-signsgd",
+    "qsgd",
+    "onebit-adam",
+    "local-sgd",
+    "diloco",
+    "sparseloco",
+    "published-code",
+]
 
 
 @dataclass(frozen=True)
@@ -77,22 +107,23 @@ class DataConfig:
 class OptimConfig:
     """The optimizer."""
 
-    optimizer: Literal["demo", "published", "adamw", "sgd", "muon", "lion"] = "demo"
-    """demo, published (DeMo as its authors wrote it), or one that averages gradients with DistributedDataParallel."""
+    optimizer: OptimizerName = "demo"
+    """demo, published (DeMo as its authors wrote it), one that averages gradients with DistributedDataParallel (adamw, sgd,
+    muon, lion, adamw-bf16, adamw-fp16, powersgd, galore), or another method to compare with (docs/peers.md)."""
     lr: float = 1e-3
     """Peak learning rate."""
     weight_decay: float = 0.0
     """Weight decay of matrices, decoupled but for sgd; norms and biases are not decayed."""
     clip: float = 1.0
-    """Largest norm of the gradient (each replica's own with DeMo, the average's otherwise); 0: no clipping."""
+    """Largest norm of the gradient (the average's where DDP averages, else each replica's own); 0: no clipping."""
     update: Literal["sign", "sgd", "adamw", "lion", "muon"] = "sign"
     """DeMo: what the decoded direction does to the parameters."""
     momentum_decay: float = 0.999
     """DeMo: decay of the momentum."""
     topk: int = 32
-    """DeMo: coefficients sent per chunk."""
+    """DeMo: coefficients sent per chunk. sparseloco: elements sent per chunk."""
     chunk: int = 64
-    """DeMo: edge of the chunks that matrices are cut into."""
+    """DeMo: edge of the chunks that matrices are cut into. sparseloco: its square is the length of a chunk."""
     values: str = "auto"
     """DeMo: how a coefficient is written: auto, float32, bfloat16, int8, int4, sign_scale or sign."""
     combine: Literal["mean_over_senders", "mean_over_replicas", "majority_vote"] = "mean_over_senders"
@@ -116,9 +147,25 @@ class OptimConfig:
     look_ahead: bool = False
     """DeMo: with delay, run ahead by the last update until the next is known."""
     beta1: float = 0.9
-    """First decay of adamw and lion; momentum of sgd."""
+    """First decay of adamw and lion; momentum of sgd, dgc and signsgd."""
     beta2: float = 0.95
     """Second decay of adamw and lion."""
+    rank: int = 4
+    """powersgd: columns of the factors that travel. galore: rank of the gradients that AdamW sees."""
+    density: float = 0.01
+    """topk, dgc, randomk: share of the elements sent per step."""
+    levels: int = 7
+    """qsgd: levels that a gradient is rounded to, from 1 to 127; up to 7 take 4 bits, more take 8."""
+    dense_steps: int = 10
+    """powersgd, onebit-adam: steps with whole gradients before compression begins. dgc: steps in which the density falls."""
+    local_steps: int = 10
+    """local-sgd, diloco, sparseloco: steps that a replica takes for itself between two synchronisations."""
+    fragments: int = 1
+    """diloco: parts of the model that are synchronised in turn; must divide local_steps."""
+    outer_lr: float = 0.7
+    """diloco, sparseloco: learning rate of the step that all take together."""
+    outer_momentum: float = 0.9
+    """diloco: Nesterov momentum of that step."""
 
 
 @dataclass(frozen=True)
@@ -222,13 +269,18 @@ def all_fields() -> Iterator[tuple[str, Field[object]]]:
 
 _AT_LEAST_ONE = (
     *("layers", "width", "heads", "patch_size", "sequence", "image_size", "topk", "chunk", "steps", "batch"),
-    *("eval_every", "workers", "replicas"),
+    *("eval_every", "workers", "replicas", "rank", "levels", "local_steps", "fragments"),
 )
 _AT_LEAST_ZERO = (
     *("mlp_width", "vocab_size", "micro_batch", "warmup_steps", "seed", "eval_examples", "checkpoint_every"),
-    *("print_every", "sample_tokens", "threads", "port", "check_drift_every", "slot", "min_replicas"),
+    *("print_every", "sample_tokens", "threads", "port", "check_drift_every", "slot", "min_replicas", "dense_steps"),
 )
-_FROM_ZERO_TO_ONE = ("momentum_decay", "beta1", "beta2", "final_lr_share")
+_FROM_ZERO_TO_ONE = ("momentum_decay", "beta1", "beta2", "final_lr_share", "outer_momentum")
+
+
+_MOST_LEVELS = 127
+# DDP changes its buckets after the first step; 1-bit Adam needs a variance to keep.
+_LEAST_DENSE_STEPS = {"powersgd": 2, "onebit-adam": 1}
 
 
 def check(config: TrainConfig, num_replicas: int) -> None:
@@ -240,7 +292,7 @@ def check(config: TrainConfig, num_replicas: int) -> None:
         check_int(name, values[name], 0)
     for name in _FROM_ZERO_TO_ONE:
         check_float(name, values[name], 0.0, 1.0)
-    for name in ("lr", "weight_decay", "clip"):
+    for name in ("lr", "weight_decay", "clip", "outer_lr"):
         check_float(name, values[name], 0.0)
     check_float("timeout_seconds", values["timeout_seconds"], 1.0)
     check_float("meet_every_seconds", values["meet_every_seconds"], 0.0)
@@ -261,13 +313,30 @@ def check(config: TrainConfig, num_replicas: int) -> None:
         raise ValueError("clip_to_median has no effect with combine=majority_vote, where sizes do not count")
     if config.launch.key_file and config.optim.optimizer not in DECOUPLED_OPTIMIZERS:
         raise ValueError(
-            f"key_file cannot sign the gradients that optimizer={config.optim.optimizer} averages through "
-            "DistributedDataParallel; leave it out, or use optimizer=demo"
+            f"key_file cannot sign what optimizer={config.optim.optimizer} exchanges through torch.distributed; leave it "
+            "out, or use optimizer=demo"
         )
+    _check_peers(config.optim)
     _check_mesh(config, num_replicas)
     _check_elastic(config, num_replicas)
     _check_link(config.launch, num_replicas)
     _check_batch(config.schedule, num_replicas)
+
+
+def _check_peers(optim: OptimConfig) -> None:
+    """The settings of the methods to compare with."""
+    check_float("density", optim.density, 1e-9, 1.0)
+    if optim.levels > _MOST_LEVELS:
+        raise ValueError(f"levels={optim.levels} must be at most {_MOST_LEVELS}: a level and its sign take one byte")
+    if optim.fragments > 1 and optim.optimizer != "diloco":
+        raise ValueError(f"fragments={optim.fragments} is for optimizer=diloco, not for {optim.optimizer}")
+    if optim.local_steps % optim.fragments:
+        raise ValueError(
+            f"fragments={optim.fragments} must divide local_steps={optim.local_steps}: one has its turn every so many steps"
+        )
+    least = _LEAST_DENSE_STEPS.get(optim.optimizer, 0)
+    if optim.dense_steps < least:
+        raise ValueError(f"dense_steps={optim.dense_steps} must be at least {least} with optimizer={optim.optimizer}")
 
 
 def _check_mesh(config: TrainConfig, num_ranks: int) -> None:

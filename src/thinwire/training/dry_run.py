@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from rich.console import Console
@@ -14,9 +15,11 @@ from thinwire.parallel.mesh import MeshShape, parse_mesh
 from thinwire.planner.cost import DEVICES, Workload, ddp, predict, thinwire_demo
 from thinwire.planner.link_spec import parse_link
 from thinwire.planner.links import Link, format_bandwidth, format_bytes, format_seconds
-from thinwire.training.config import DECOUPLED_OPTIMIZERS, OptimConfig, TrainConfig
+from thinwire.training.config import DECOUPLED_OPTIMIZERS, PEERS, OptimConfig, TrainConfig
+from thinwire.training.groups import split_hidden, trained
 from thinwire.training.methods import Decoupled
 from thinwire.training.models import num_parameters
+from thinwire.training.peer_costs import power_sgd_exchange, rehearse
 from thinwire.training.progress import format_clock
 from thinwire.training.shapes import build_on_meta, specs_of, step_flops
 
@@ -24,7 +27,8 @@ from thinwire.training.shapes import build_on_meta, specs_of, step_flops
 _UTILISATION = 0.4
 _BANDWIDTHS = (1e7, 1e8, 1e9, 1e10)
 _ROUND_TRIP_SECONDS = 0.01
-_DENSE_STATES = {"adamw": 2, "sgd": 1, "lion": 1, "muon": 1}
+_DENSE_STATES = {"adamw": 2, "adamw-bf16": 2, "adamw-fp16": 2, "powersgd": 3, "sgd": 1, "lion": 1, "muon": 1}
+_HALVES = ("adamw-bf16", "adamw-fp16")
 _PROBE_EDGE = {"cpu": 512, "cuda": 4096}
 
 
@@ -66,9 +70,21 @@ def memory_bytes(config: OptimConfig, model: nn.Module, mesh: MeshShape) -> dict
             t for state in states for name, t in state.items() if name != "momentum"
         )
         needs["payloads"] = optimizer.plan.payload_bytes * mesh.replicate
+    elif config.optimizer in PEERS:
+        needs |= rehearse(config, model, mesh.replicate)[1]
+    elif config.optimizer == "galore":
+        needs["optimizer state"] = _galore_bytes(config, model)
     else:
         needs["optimizer state"] = needs["parameters"] * _DENSE_STATES[config.optimizer]
     return {name: needed // mesh.shard for name, needed in needs.items() if needed}
+
+
+def _galore_bytes(config: OptimConfig, model: nn.Module) -> int:
+    """Two moments of what is projected, and the projection; the rest as AdamW has it."""
+    hidden, rest = split_hidden(model, trained(model))
+    projected = ((min(p.shape), max(p.shape)) for _, p in hidden)
+    num_elements = sum(min(config.rank, short) * (short + 2 * long) for short, long in projected)
+    return 4 * (num_elements + 2 * sum(p.numel() for _, p in rest))
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
@@ -97,7 +113,14 @@ def _workload(
 ) -> Workload:
     costs, count = DEVICES["gpu" if device.type == "cuda" else "cpu"], num_parameters(model)
     if config.optimizer not in DECOUPLED_OPTIMIZERS:
-        return ddp(count, 4, "fp32", mesh.replicate, compute_seconds, costs)
+        width = 2 if config.optimizer in _HALVES else 4
+        dense = ddp(count, width, f"float{8 * width}", mesh.replicate, compute_seconds, costs)
+        if config.optimizer == "powersgd":
+            return replace(dense, method="powersgd", exchange=power_sgd_exchange(config, model, mesh.replicate))
+        if config.optimizer in PEERS:
+            exchange = rehearse(config, model, mesh.replicate)[0]
+            return replace(dense, method=config.optimizer, exchange=exchange, hidden_seconds=0.0)
+        return dense
     plan = Decoupled(config, model, model, SoloTransport()).optimizer.plan
     return thinwire_demo(
         count // mesh.shard,

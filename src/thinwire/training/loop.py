@@ -363,8 +363,7 @@ class Run:
         """Count the step, and what of its time and bytes was the network's."""
         traffic = self.method.traffic.last_step
         if self._waits_are_known:
-            source = "backward" if self.method.state_is_shared else "optimizer"
-            self.clock.move(traffic.wait_seconds, source, "network")
+            self.clock.move(traffic.wait_seconds, self.method.waits_in, "network")
         self.state = dataclasses.replace(
             self.state,
             step=step,
@@ -380,7 +379,7 @@ class Run:
         """DDP's exchange, and NCCL's, run beside the GPU's other work: nothing says how much of that was waiting."""
         if self._transport.num_replicas == 1 or self._device.type == "cpu":
             return True
-        return not self.method.state_is_shared and backend_name() == "gloo"
+        return self.method.waits_in == "optimizer" and backend_name() == "gloo"
 
     def _look_up(self, journal: Journal) -> bool:
         """Between two steps: exchange news, evaluate and save where it is time to. True: the run ends here."""

@@ -1,8 +1,8 @@
-"""How replicas train together: DeMo, or an optimizer whose gradients DDP averages. The loop sees only `Method`."""
+"""How replicas train together: DeMo, an optimizer whose gradients DDP averages, or a peer. The loop sees only `Method`."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -12,11 +12,16 @@ from torch.optim import Optimizer
 from thinwire.exchange.traffic import Traffic
 from thinwire.exchange.transport import Transport
 from thinwire.optimizer import DeMo
-from thinwire.parallel.dense import AveragedModel
+from thinwire.parallel.dense import HOOKS, AveragedModel
+from thinwire.parallel.power_sgd import PowerSGD
 from thinwire.parallel.shaped import ShapedLink, link_of
 from thinwire.redistribution import assemble
-from thinwire.training.config import DECOUPLED_OPTIMIZERS, OptimConfig, ScheduleConfig
+from thinwire.training.compressed import Compressed
+from thinwire.training.config import DECOUPLED_OPTIMIZERS, PEERS, OptimConfig, ScheduleConfig
 from thinwire.training.errors import TrainingError
+from thinwire.training.galore import galore
+from thinwire.training.groups import decay_groups, split_hidden, trained
+from thinwire.training.settings import clip_, own_settings, parameters_of, set_lrs
 
 
 class Method(Protocol):
@@ -27,6 +32,8 @@ class Method(Protocol):
     traffic: Traffic
     state_is_shared: bool
     """Whether all replicas have the same optimizer state, so that one copy of it is enough."""
+    waits_in: str
+    """The phase in which it waits for the others: backward or optimizer."""
 
     def start_step(self, lr_share: float) -> None:
         """Called first in a step: makes every learning rate this share of its peak."""
@@ -62,6 +69,8 @@ def build_method(config: OptimConfig, model: nn.Module, callable_model: nn.Modul
     """``callable_model`` is ``model`` itself or its compiled form; ``transport`` reaches the other replicas."""
     if config.optimizer in DECOUPLED_OPTIMIZERS:
         return Decoupled(config, model, callable_model, transport)
+    if config.optimizer in PEERS:
+        return Compressed(config, model, callable_model, transport)
     return Averaged(config, model, callable_model, transport.num_replicas, link_of(transport))
 
 
@@ -79,11 +88,11 @@ def lr_share(config: ScheduleConfig, step: int) -> float:
 class Decoupled:
     """DeMo: each replica's own gradients, and what it exchanges is the optimizer's affair."""
 
-    state_is_shared = False
+    state_is_shared, waits_in = False, "optimizer"
 
     def __init__(self, config: OptimConfig, model: nn.Module, callable_model: nn.Module, transport: Transport) -> None:
         self.model = callable_model
-        groups = _decay_groups(list(model.named_parameters()), config.weight_decay)
+        groups = decay_groups(list(model.named_parameters()), config.weight_decay)
         common: dict[str, Any] = {"momentum_decay": config.momentum_decay, "chunk": config.chunk, "topk": config.topk}
         if config.optimizer == "published":
             self.optimizer = DeMo.published(groups, config.lr, **common, transport=transport)
@@ -112,7 +121,7 @@ class Decoupled:
 
     def start_step(self, lr_share: float) -> None:
         """Set all learning rates."""
-        _set_lrs([self.optimizer], [self._peaks], lr_share)
+        set_lrs([self.optimizer], [self._peaks], lr_share)
 
     def accumulating(self) -> AbstractContextManager[Any]:
         """Hold the exchange back, if it would begin during backward."""
@@ -120,7 +129,7 @@ class Decoupled:
 
     def after_backward(self, largest_norm: float) -> None:
         """Clip what `step` will see."""
-        _clip([self.optimizer], largest_norm)
+        clip_(parameters_of([self.optimizer]), largest_norm)
 
     def step(self) -> None:
         """Step, then drop the gradients."""
@@ -137,20 +146,20 @@ class Decoupled:
 
     def load_own(self, state: dict[str, Any], has_residual: bool) -> None:
         """Before meeting the others: what this replica would start from by itself."""
-        with _own_settings(self.optimizer):
+        with own_settings(self.optimizer):
             self.optimizer.load_state_dict(state, residual="keep" if has_residual else "zero")
 
     def load_state_dict(self, states: Iterable[dict[str, Any]], residual: str) -> None:
         """The optimizer's own, or one made from several."""
         state = next(iter(states)) if residual == "exact" else assemble(self.optimizer, states, residual)
-        with _own_settings(self.optimizer):
+        with own_settings(self.optimizer):
             self.optimizer.load_state_dict(state)
 
 
 class Averaged:
     """Any optimizer of torch's kind, on gradients averaged by DDP; alone, without DDP."""
 
-    state_is_shared = True
+    state_is_shared, waits_in = True, "backward"
 
     def __init__(
         self,
@@ -162,8 +171,13 @@ class Averaged:
     ) -> None:
         self.model = callable_model
         self._averaged: AveragedModel | None = None
+        self._power_sgd: PowerSGD | None = None
         if num_replicas > 1:
-            self._averaged = AveragedModel(callable_model, next(model.parameters()).device, link)
+            if config.optimizer == "powersgd":
+                self._power_sgd = PowerSGD(model, config.rank, config.dense_steps)
+                self.state_is_shared = False
+            hook = self._power_sgd or HOOKS.get(config.optimizer)
+            self._averaged = AveragedModel(callable_model, next(model.parameters()).device, hook, link)
             self.model = self._averaged
         self.traffic = self._averaged.traffic if self._averaged else Traffic()
         self._optimizers = _averaged_optimizers(config, model)
@@ -171,7 +185,7 @@ class Averaged:
 
     def start_step(self, lr_share: float) -> None:
         """Set all learning rates, and count the traffic of a new step."""
-        _set_lrs(self._optimizers, self._peaks, lr_share)
+        set_lrs(self._optimizers, self._peaks, lr_share)
         self.traffic.start_step()
 
     def accumulating(self) -> AbstractContextManager[Any]:
@@ -182,7 +196,7 @@ class Averaged:
         """Clip what `step` will see."""
         if self._averaged:
             self._averaged.count_wait()
-        _clip(self._optimizers, largest_norm)
+        clip_(parameters_of(self._optimizers), largest_norm)
 
     def step(self) -> None:
         """Step, then drop the gradients."""
@@ -194,37 +208,38 @@ class Averaged:
         """Nothing is under way."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizers' own."""
-        return {str(place): optimizer.state_dict() for place, optimizer in enumerate(self._optimizers)}
+        """The optimizers' own, and what PowerSGD keeps on this replica."""
+        state: dict[str, Any] = {str(place): optimizer.state_dict() for place, optimizer in enumerate(self._optimizers)}
+        return state if self._power_sgd is None else {**state, "powersgd": self._power_sgd.state_dict()}
 
     def load_state_dict(self, states: Iterable[dict[str, Any]], residual: str) -> None:
         """The optimizers' own, the same on all replicas."""
         state = next(iter(states))
+        if self._power_sgd is not None:
+            self._power_sgd.load_state_dict(state["powersgd"])
         for place, optimizer in enumerate(self._optimizers):
-            with _own_settings(optimizer):
+            with own_settings(optimizer):
                 optimizer.load_state_dict(state[str(place)])
 
 
-Named = tuple[str, nn.Parameter]
-
-
 def _averaged_optimizers(config: OptimConfig, model: nn.Module) -> list[Optimizer]:
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    betas, decay = (config.beta1, config.beta2), config.weight_decay
-    if config.optimizer == "adamw":
-        return [torch.optim.AdamW(_decay_groups(named, decay), config.lr, betas=betas, fused=True)]
+    named, betas, decay = trained(model), (config.beta1, config.beta2), config.weight_decay
+    if config.optimizer in ("adamw", "adamw-bf16", "adamw-fp16", "powersgd"):
+        return [torch.optim.AdamW(decay_groups(named, decay), config.lr, betas=betas, fused=True)]
     if config.optimizer == "sgd":
-        return [torch.optim.SGD(_decay_groups(named, decay), config.lr, momentum=config.beta1, fused=True)]
+        return [torch.optim.SGD(decay_groups(named, decay), config.lr, momentum=config.beta1, fused=True)]
     if config.optimizer == "lion":
-        return [_lion()(_decay_groups(named, decay), lr=config.lr, betas=betas)]
-    hidden, rest = _split_hidden(model, named)
+        return [_lion()(decay_groups(named, decay), lr=config.lr, betas=betas)]
+    hidden, rest = split_hidden(model, named)
+    if config.optimizer == "galore":
+        return [galore(hidden, decay_groups(rest, decay), config.rank, decay, lr=config.lr, betas=betas)]
     if not hidden:
         raise TrainingError(
             "optimizer=muon has nothing to do: this model has no hidden matrices (convolutions do not count)"
         )
     # With steps of AdamW's size, one learning rate serves the hidden matrices and the rest.
     muon = torch.optim.Muon(hidden, config.lr, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw")
-    return [muon, torch.optim.AdamW(_decay_groups(rest, decay), config.lr, betas=betas, fused=True)]
+    return [muon, torch.optim.AdamW(decay_groups(rest, decay), config.lr, betas=betas, fused=True)]
 
 
 def _lion() -> Any:
@@ -233,43 +248,3 @@ def _lion() -> Any:
     except ImportError:
         raise TrainingError("optimizer=lion needs the package pytorch-optimizer: pip install pytorch-optimizer") from None
     return Lion
-
-
-def _decay_groups(named: list[Named], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices with weight decay, the rest without."""
-    matrices = [(name, parameter) for name, parameter in named if parameter.dim() >= 2]
-    others = [(name, parameter) for name, parameter in named if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
-
-
-def _split_hidden(model: nn.Module, named: list[Named]) -> tuple[list[Named], list[Named]]:
-    """The matrices between input and output, and all else: Muon is for the former."""
-    outer = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1:]
-    outer |= {id(module.weight) for module in last}
-    hidden = [(name, parameter) for name, parameter in named if parameter.dim() == 2 and id(parameter) not in outer]
-    inside = {id(parameter) for _, parameter in hidden}
-    return hidden, [(name, parameter) for name, parameter in named if id(parameter) not in inside]
-
-
-@contextmanager
-def _own_settings(optimizer: Optimizer) -> Iterator[None]:
-    """Load a state without its settings: a resumed run has those that it was started with."""
-    kept = ("params", "param_names", "num_steps")
-    before = [{name: value for name, value in group.items() if name not in kept} for group in optimizer.param_groups]
-    yield
-    for group, settings in zip(optimizer.param_groups, before, strict=True):
-        group.update(settings)
-
-
-def _set_lrs(optimizers: list[Any], peaks: list[list[float]], share: float) -> None:
-    for optimizer, own_peaks in zip(optimizers, peaks, strict=True):
-        for group, peak in zip(optimizer.param_groups, own_peaks, strict=True):
-            group["lr"] = peak * share
-
-
-def _clip(optimizers: Sequence[Optimizer], largest_norm: float) -> None:
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    if largest_norm > 0:
-        nn.utils.clip_grad_norm_([parameter for group in groups for parameter in group["params"]], largest_norm)

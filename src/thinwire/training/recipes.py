@@ -7,6 +7,7 @@ batch and schedule are the same.
 import difflib
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from thinwire.training.config import DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig, TrainConfig
 from thinwire.training.errors import TrainingError
@@ -95,16 +96,43 @@ def _paper(width: int, optimizer: str) -> TrainConfig:
 
 
 # For the sizes of quickstart and gpt-small; those of adamw and muon are the best of a few that were tried there.
-_LEARNING_RATES = {"adamw": 1e-3, "sgd": 1e-1, "muon": 4e-3, "lion": 3e-4, "published": 1e-3}
+_LEARNING_RATES = {
+    "adamw": 1e-3,
+    "sgd": 1e-1,
+    "muon": 4e-3,
+    "lion": 3e-4,
+    "published": 1e-3,
+    "adamw-bf16": 1e-3,
+    "adamw-fp16": 1e-3,
+    "powersgd": 1e-3,
+    "galore": 4e-3,
+    "topk": 1e-3,
+    "dgc": 1e-1,
+    "randomk": 1e-3,
+    "signsgd": 3e-4,
+    "ef-signsgd": 1e-1,
+    "qsgd": 1e-3,
+    "onebit-adam": 1e-3,
+    "local-sgd": 1e-3,
+    "diloco": 1e-3,
+    "sparseloco": 1e-3,
+    "published-code": 1e-3,
+}
+# What some of them want besides, where the defaults are another's.
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "published": {"topk": 32, "momentum_decay": 0.999},
+    "published-code": {"topk": 32, "momentum_decay": 0.999},
+    "galore": {"rank": 32},
+    "onebit-adam": {"dense_steps": 60},
+    "sparseloco": {"outer_lr": 1.0},
+}
 
 
 def _optim(optimizer: str, demo: OptimConfig, tuned: dict[str, OptimConfig] | None = None) -> OptimConfig:
     if optimizer == "demo":
         return demo
     base = (tuned or {}).get(optimizer) or replace(demo, lr=_LEARNING_RATES[optimizer], update="sign", beta2=0.99)
-    if optimizer == "published":
-        base = replace(base, topk=32, momentum_decay=0.999, update="sign")
-    return replace(base, optimizer=optimizer)  # type: ignore[arg-type]
+    return replace(base, optimizer=optimizer, **_SETTINGS.get(optimizer, {}))  # type: ignore[arg-type]
 
 
 OPTIMIZERS = ("demo", *_LEARNING_RATES)

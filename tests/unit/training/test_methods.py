@@ -36,8 +36,9 @@ def train(method: Method, num_steps: int, seed: int = 0) -> list[float]:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_learns_and_resumes(optimizer: str) -> None:
-    lr = {"sgd": 1.0, "muon": 1e-2, "adamw": 1e-2}.get(optimizer, 3e-3)
-    config = OptimConfig(optimizer=optimizer, lr=lr, weight_decay=0.01, chunk=16, topk=8)  # type: ignore[arg-type]
+    lr = {"sgd": 1.0, "dgc": 1.0, "ef-signsgd": 1.0, "demo": 3e-3, "published": 3e-3}.get(optimizer, 1e-2)
+    small = {"chunk": 16, "topk": 8, "density": 0.25, "local_steps": 4, "dense_steps": 20, "rank": 8}
+    config = OptimConfig(optimizer=optimizer, lr=lr, weight_decay=0.01, **small)  # type: ignore[arg-type]
     model = net()
     method = build_method(config, model, model, SoloTransport())
     losses = train(method, 60)
