@@ -143,7 +143,7 @@ def over_link(transport: Transport, spec: LinkSpec) -> ShapedTransport:
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True, "num_buckets": 3}, {"delay": 1}], ids=str)
 def test_training_over_a_link_gives_the_same_bits_and_shows_the_wait(options: dict[str, object]) -> None:
-    spec, num_steps = LinkSpec(1e6, 1e6, 0.03), 3
+    spec, num_steps = LinkSpec(4e6, 4e6, 0.008), 2
 
     def work(transport: Transport) -> tuple[Tensor, Tensor, float, float, float]:
         plain, free, _ = train(transport.replica, num_steps, transport=transport, **options)
