@@ -15,6 +15,7 @@ _USAGE = """usage: thinwire COMMAND [options]
 commands:
   train [RECIPE]   train a model with one or more replicas   (thinwire train --help)
   plan             predict step times over a given link      (thinwire plan --help)
+  plan scale       predict steps of many replicas            (thinwire plan scale --help)
   bench step       measure an optimizer step on this machine (thinwire bench --help)
   lab run          run commands over thin links, real ones   (thinwire lab --help)
 

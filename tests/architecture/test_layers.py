@@ -69,6 +69,7 @@ EXTRAS = {
     "peers/published_code.py": {"pytorch_optimizer"},
     "planner/table.py": {"rich"},
     "planner/figure.py": {"matplotlib"},
+    "planner/scale_figure.py": {"matplotlib"},
     "training/config_file.py": {"yaml"},
     "training/dry_run.py": {"rich"},
     "training/galore.py": {"galore_torch"},
@@ -89,6 +90,7 @@ EXTRAS = {
     "commands/lab.py": {"rich", "tyro"},
     "commands/lab_compare.py": {"rich", "tyro"},
     "commands/plan.py": {"rich", "tyro"},
+    "commands/scale.py": {"rich", "tyro"},
     "commands/train.py": {"rich", "tyro"},
 }
 # Layers that may know of process groups.

@@ -130,6 +130,7 @@ def _workload(
         mesh.replicate,
         compute_seconds,
         costs,
+        num_buckets=len(plan.buckets) if config.overlap else 1,
     )
 
 

@@ -10,7 +10,15 @@ from tests.training import flat, train
 from thinwire.exchange.loopback import LoopbackHub, run_replicas
 from thinwire.exchange.transport import Transport, all_gather
 from thinwire.parallel.shaped import Passage, ShapedLink, ShapedTransport, carried, link_of
-from thinwire.planner.cost import Exchange, network_seconds, ring_all_gather, ring_all_reduce
+from thinwire.planner.cost import (
+    DeviceCosts,
+    Exchange,
+    network_seconds,
+    predict,
+    ring_all_gather,
+    ring_all_reduce,
+    thinwire_demo,
+)
 from thinwire.planner.link_spec import LinkSpec, parse_link
 from thinwire.planner.links import TCP_PAYLOAD_SHARE
 
@@ -61,6 +69,20 @@ def test_exchanges_under_way_share_the_bytes_but_not_the_latency() -> None:
     assert link.start(Exchange(1, 500_000, 1), "3").ends == pytest.approx(200.52), "an idle link saves nothing up"
     second.hold()
     assert clock.now == 200.0, "what is over is not waited for"
+
+
+def test_overlapped_buckets_leave_as_much_to_wait_for_as_the_planner_says() -> None:
+    costs = DeviceCosts(0.0, 0.0, 0.0, ddp_overlap=1.0)
+    for payload in (100_000, 4_000_000):
+        link, clock = link_and_clock()
+        passages = []
+        for _ in range(8):
+            clock.now += 1.0 / 8
+            passages.append(link.start(ring_all_gather(payload // 8, 2), "bucket"))
+        for passage in passages:
+            passage.hold()
+        workload = thinwire_demo(0, payload, 32, "sign", 2, 1.5, costs, num_buckets=8)
+        assert clock.now - 101 == pytest.approx(predict(workload, SPEC.link).exposed_seconds)
 
 
 def test_a_replica_that_comes_late_ends_late_on_all() -> None:
@@ -121,7 +143,7 @@ def over_link(transport: Transport, spec: LinkSpec) -> ShapedTransport:
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True, "num_buckets": 3}, {"delay": 1}], ids=str)
 def test_training_over_a_link_gives_the_same_bits_and_shows_the_wait(options: dict[str, object]) -> None:
-    spec, num_steps = LinkSpec(1e6, 1e6, 0.03), 3
+    spec, num_steps = LinkSpec(4e6, 4e6, 0.008), 2
 
     def work(transport: Transport) -> tuple[Tensor, Tensor, float, float, float]:
         plain, free, _ = train(transport.replica, num_steps, transport=transport, **options)
