@@ -91,23 +91,20 @@ class TransportWire:
 
     def all_reduce_(self, tensor: Tensor) -> None:
         """Sum in place."""
-        if self.num_replicas > 1:
-            first, *others = self._gather(tensor, "all-reduce")
-            tensor.copy_(first)
-            for other in others:
-                tensor += other
-            count_all_reduce(self.traffic, tensor, self.num_replicas)
+        count_all_reduce(self.traffic, tensor, self.num_replicas)
+        first, *others = self._gather(tensor, "all-reduce")
+        tensor.copy_(first)
+        for other in others:
+            tensor += other
 
     def all_gather(self, message: Tensor) -> Tensor:
         """Everyone's."""
-        if self.num_replicas > 1:
-            count_all_gather(self.traffic, message, self.num_replicas)
+        count_all_gather(self.traffic, message, self.num_replicas)
         return self._gather(message, "all-gather")
 
     def all_to_all(self, rows: Tensor) -> Tensor:
         """Row by row."""
-        if self.num_replicas > 1:
-            count_all_to_all(self.traffic, rows)
+        count_all_to_all(self.traffic, rows)
         return self._gather(rows, "all-to-all")[:, self.replica].clone()
 
     def _gather(self, tensor: Tensor, what: str) -> Tensor:
@@ -124,19 +121,22 @@ def wire_over(transport: Transport) -> GroupWire | TransportWire:
 
 def count_all_reduce(traffic: Traffic, tensor: Tensor, num_replicas: int) -> None:
     """As a ring does it."""
-    carried = 2 * (num_replicas - 1) * _bytes_of(tensor) // num_replicas
-    _count(traffic, carried, carried)
+    if num_replicas > 1:
+        carried = 2 * (num_replicas - 1) * _bytes_of(tensor) // num_replicas
+        _count(traffic, carried, carried)
 
 
 def count_all_gather(traffic: Traffic, message: Tensor, num_replicas: int) -> None:
-    """Sent once, received R - 1 times."""
-    _count(traffic, _bytes_of(message), _bytes_of(message) * (num_replicas - 1))
+    """Sent once, received R - 1 times; alone, nothing crosses a wire."""
+    if num_replicas > 1:
+        _count(traffic, _bytes_of(message), _bytes_of(message) * (num_replicas - 1))
 
 
 def count_all_to_all(traffic: Traffic, rows: Tensor) -> None:
     """All rows but this replica's own."""
-    carried = _bytes_of(rows) * (len(rows) - 1) // len(rows)
-    _count(traffic, carried, carried)
+    if len(rows) > 1:
+        carried = _bytes_of(rows) * (len(rows) - 1) // len(rows)
+        _count(traffic, carried, carried)
 
 
 def _count(traffic: Traffic, sent: int, received: int) -> None:
