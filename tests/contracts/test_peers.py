@@ -144,6 +144,7 @@ def test_what_is_metered_is_what_is_sent(name: str, num_replicas: int) -> None:
         config, model = config_of(name), net().to("meta")
         exchange, _ = rehearse(config, model, num_replicas)
         assert exchange.sent_bytes == sum(sent for sent, _ in story.bytes) // NUM_STEPS, "the dry run says otherwise"
+        assert exchange.received_bytes == sum(received for _, received in story.bytes) // NUM_STEPS
 
 
 @pytest.mark.parametrize("name", ["local-sgd", "diloco", "sparseloco"])
@@ -192,6 +193,14 @@ def test_a_saved_state_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
         solo.load_state_dict([read_state(tmp_path / "1")], "exact")
     with pytest.raises(TrainingError, match=f"--residual zero is for optimizer=demo; {name} goes on exactly"):
         solo.load_state_dict([read_state(tmp_path / "0")], "zero")
+
+
+def test_dgc_clips_a_replicas_gradient_to_its_part_of_the_mean() -> None:
+    flat = Flat(net().parameters())
+    peer = build_peer(config_of("dgc", clip=2.0, beta1=0.0, density=1.0), net(), flat, 0, 4)
+    peer.compress(torch.full((flat.num_elements,), 1.0))
+    (_, values) = peer.compress(torch.full((flat.num_elements,), 1.0))
+    assert float(values.norm()) == pytest.approx(2.0 / 4**0.5, rel=1e-3)
 
 
 def _lost_and_found(name: str, peer: Peer, flat: Flat, gradient_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -95,7 +95,8 @@ def test_topk_sends_the_largest_and_remembers_the_rest() -> None:
 
 
 def test_dgc_corrects_masks_clips_and_warms_up() -> None:
-    settings = {"density": 0.02, "momentum": 0.8, "warmup_steps": 4, "largest_norm": 5 / math.sqrt(NUM_REPLICAS)}
+    bound, was_clipped = 63.0, set()
+    settings = {"density": 0.02, "momentum": 0.8, "warmup_steps": 4, "largest_norm": bound / math.sqrt(NUM_REPLICAS)}
     found = paths(lambda flat, _: DeepGradientCompression(flat, sgd(flat), **settings))
     x = first_values()
     u, v = torch.zeros(NUM_REPLICAS, x.numel()), torch.zeros(NUM_REPLICAS, x.numel())
@@ -104,7 +105,8 @@ def test_dgc_corrects_masks_clips_and_warms_up() -> None:
     for step, density in enumerate([0.25, 0.25, 0.0625, 0.0625, 0.02]):
         for r in range(NUM_REPLICAS):
             g = gradient(step, r, x.numel())
-            g *= min(1.0, 5 / math.sqrt(NUM_REPLICAS) / float(g.norm()))
+            was_clipped.add(float(g.norm()) > bound / math.sqrt(NUM_REPLICAS))
+            g *= min(1.0, bound / math.sqrt(NUM_REPLICAS) / float(g.norm()))
             u[r] = 0.8 * u[r] + g
             v[r] += u[r]
             for places in tensors:
@@ -112,6 +114,7 @@ def test_dgc_corrects_masks_clips_and_warms_up() -> None:
                 x[best] -= LR * v[r, best] / NUM_REPLICAS
                 u[r, best] = v[r, best] = 0.0
         torch.testing.assert_close(found[1][step], x, rtol=1e-4, atol=1e-5)
+    assert was_clipped == {True, False}
 
 
 def test_randomk_draws_the_same_everywhere_and_something_else_each_step() -> None:
@@ -363,6 +366,26 @@ def test_blocks_keep_tensors_apart() -> None:
     assert blocks.counts == [4, 1, 4, 4, 1, 0]
     assert torch.equal(blocks.is_real(torch.device("cpu")), cut > 0)
     assert torch.equal(blocks.join(cut), vector)
+
+
+def test_the_published_codes_encoding_ends_where_its_exchange_begins() -> None:
+    pytest.importorskip("pytorch_optimizer")
+    from thinwire.peers.published_code import PublishedCode
+
+    class Watched(TransportWire):
+        num_replicas = 2
+
+        def all_gather(self, message: Tensor) -> Tensor:
+            count = self.traffic.last_step
+            assert count.encode_seconds > 0
+            assert count.apply_seconds == 0
+            return torch.stack([message, message])
+
+    flat, wire = Flat(parameters(SHAPES)), Watched(SoloTransport())
+    settings = {"lr": 1e-2, "decay": 0.9, "topk": 8, "chunk": 32, "num_replicas": 2}
+    peer = PublishedCode(flat, flat.parameters, **settings)
+    peer.exchange(peer.compress(gradient(0, 0, flat.num_elements)), wire)
+    assert wire.traffic.last_step.apply_seconds > 0
 
 
 def test_the_published_code_is_the_published_algorithm() -> None:

@@ -147,6 +147,8 @@ def test_every_name_belongs_to_one_way_of_training() -> None:
     names = typing.get_args(config_module.OptimizerName)
     assert sorted(names) == sorted(recipes.OPTIMIZERS)
     assert set(config_module.PEERS) | set(config_module.DECOUPLED_OPTIMIZERS) < set(names)
+    document = (Path(__file__).parents[3] / "docs" / "peers.md").read_text()
+    assert [name for name in names if f"`{name}`" not in document] == []
 
 
 def test_another_optimizer_than_the_files_does_not_get_its_settings(tmp_path: Path) -> None:
