@@ -96,23 +96,20 @@ class TransportWire:
 
     def all_reduce_(self, tensor: Tensor) -> None:
         """Sum in place."""
-        if self.num_replicas > 1:
-            first, *others = self._gather(tensor, "all-reduce")
-            tensor.copy_(first)
-            for other in others:
-                tensor += other
-            count_all_reduce(self.traffic, tensor, self.num_replicas)
+        count_all_reduce(self.traffic, tensor, self.num_replicas)
+        first, *others = self._gather(tensor, "all-reduce")
+        tensor.copy_(first)
+        for other in others:
+            tensor += other
 
     def all_gather(self, message: Tensor) -> Tensor:
         """Everyone's."""
-        if self.num_replicas > 1:
-            count_all_gather(self.traffic, message, self.num_replicas)
+        count_all_gather(self.traffic, message, self.num_replicas)
         return self._gather(message, "all-gather")
 
     def all_to_all(self, rows: Tensor) -> Tensor:
         """Row by row."""
-        if self.num_replicas > 1:
-            count_all_to_all(self.traffic, rows)
+        count_all_to_all(self.traffic, rows)
         return self._gather(rows, "all-to-all")[:, self.replica].clone()
 
     def _gather(self, tensor: Tensor, what: str) -> Tensor:
@@ -146,7 +143,8 @@ def count_all_to_all(traffic: Traffic, rows: Tensor) -> tuple[int, int]:
 
 
 def _count(traffic: Traffic, sent: int, received: int) -> tuple[int, int]:
-    for count in (traffic.last_step, traffic.total):
+    """Alone, nothing crosses a wire."""
+    for count in (traffic.last_step, traffic.total) if received else ():
         count.sent_bytes += sent
         count.received_bytes += received
         count.num_exchanges += 1

@@ -58,7 +58,6 @@ class OneBitAdam:
         is_real = self._is_real_BE.view(wire.num_replicas, -1, _BLOCK)[wire.replica]
         message = _encode(error_BE, is_real)
         error_BE -= _decode(*message)
-        error_BE *= is_real
         return gather(message, wire)
 
     def apply(self, exchanged: Message) -> None:

@@ -174,6 +174,10 @@ class Averaged:
         self._power_sgd: PowerSGD | None = None
         if num_replicas > 1:
             if config.optimizer == "powersgd":
+                if any(parameter.dim() == 0 for _, parameter in trained(model)):
+                    raise TrainingError(
+                        "optimizer=powersgd is torch's hook, which takes no scalars, and this model has some"
+                    )
                 self._power_sgd = PowerSGD(model, config.rank, config.dense_steps)
                 self.state_is_shared = False
             hook = self._power_sgd or HOOKS.get(config.optimizer)

@@ -55,9 +55,11 @@ class PaperWire:
 def rehearse(config: OptimConfig, model: nn.Module, num_replicas: int) -> tuple[Exchange, dict[str, int]]:
     """An average step's exchange when all warm-up is over, and the memory of what is kept; ``model`` is on device meta."""
     flat, wire = Flat(model.parameters()), PaperWire(num_replicas)
-    peer = build_peer(replace(config, dense_steps=0), model, flat, 0, num_replicas)
+    # Without the local steps in between, a round is one step for each fragment.
+    hasty = replace(config, dense_steps=0, local_steps=config.fragments)
+    peer = build_peer(hasty, model, flat, 0, num_replicas)
     period = config.local_steps if peer.has_own_parameters else 1
-    for _ in range(period):
+    for _ in range(config.fragments):
         peer.apply(peer.exchange(peer.compress(flat.zeros()), wire))
     total = wire.traffic.total
     exchange = Exchange(total.sent_bytes // period, total.received_bytes // period, -(-wire.num_rounds // period))

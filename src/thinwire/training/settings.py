@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 @contextmanager
 def own_settings(optimizer: Optimizer) -> Iterator[None]:
     """Load a state without its settings: a resumed run has those that it was started with."""
-    kept = ("params", "param_names", "num_steps")
+    kept = ("params", "param_names", "num_steps", "step")
     before = [{name: value for name, value in group.items() if name not in kept} for group in optimizer.param_groups]
     yield
     for group, settings in zip(optimizer.param_groups, before, strict=True):

@@ -67,6 +67,19 @@ def test_states_survive_files_bit_by_bit(tmp_path: Path) -> None:
     assert not any(path.read_bytes()[:2] == b"\x80\x04" for path in (tmp_path / "state").iterdir())  # no pickle
 
 
+def test_states_of_their_own_want_as_many_replicas(tmp_path: Path) -> None:
+    for optimizer, is_fixed in (("topk", True), ("powersgd", True), ("adamw", False), ("demo", False)):
+        folder = tmp_path / optimizer
+        run = dataclasses.replace(RUN, optimizer=optimizer, num_replicas=4)
+        Checkpoints(folder, SoloTransport()).save(run, state, write_model, False)
+        if is_fixed:
+            words = f"is of 4 replicas, this run has 1: with optimizer={optimizer} .* so start 4"
+            with pytest.raises(CheckpointError, match=words):
+                find_last(folder)
+        else:
+            assert find_last(folder)[1] == run
+
+
 def test_last_best_and_the_one_before_the_last_are_kept_and_nothing_else(tmp_path: Path) -> None:
     for step, best in ((10, True), (20, True), (30, False), (40, False)):
         save(tmp_path, step, best)

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+import typing
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,6 +114,20 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ({"link": "1gbit", "mesh": "replicate=2"}, 2, "link='1gbit' does not go with mesh='replicate=2'"),
         ({"link": "1gbit", "elastic": True}, 2, "link='1gbit' does not go with replicas that come and go"),
         ({"link": "1gbit", "backend": "nccl"}, 2, "link='1gbit' needs backend=gloo"),
+        ({"overlap": True, "clip": 0.0, "optimizer": "topk"}, 2, "overlap is an option of optimizer=demo, not of topk"),
+        ({"density": 0.0, "optimizer": "topk"}, 2, "density must be a finite number from 1e-09 to 1.0, got 0.0"),
+        ({"rank": 0, "optimizer": "powersgd"}, 2, "rank must be an integer >= 1, got 0"),
+        ({"levels": 128, "optimizer": "qsgd"}, 2, "levels=128 must be at most 127"),
+        ({"local_steps": 0, "optimizer": "local-sgd"}, 2, "local_steps must be an integer >= 1, got 0"),
+        ({"local_steps": 10, "fragments": 4, "optimizer": "diloco"}, 2, "fragments=4 must divide local_steps=10"),
+        ({"fragments": 2, "optimizer": "sparseloco"}, 2, "fragments=2 is for optimizer=diloco, not for sparseloco"),
+        ({"outer_momentum": 1.5, "optimizer": "diloco"}, 2, "outer_momentum must be a finite number from 0.0 to 1.0"),
+        ({"outer_lr": -1.0, "optimizer": "diloco"}, 2, "outer_lr must be a finite number from 0.0"),
+        ({"dense_steps": 1, "optimizer": "powersgd"}, 2, "dense_steps=1 must be at least 2 with optimizer=powersgd"),
+        ({"dense_steps": 0, "optimizer": "onebit-adam"}, 2, "dense_steps=0 must be at least 1 with optimizer=onebit-adam"),
+        ({"mesh": "shard=2", "optimizer": "diloco"}, 2, "mesh with shard=2 is for optimizer=demo, not for diloco"),
+        ({"elastic": True, "optimizer": "signsgd"}, 2, "can come and go with optimizer=demo, not with signsgd"),
+        ({"key_file": "key", "optimizer": "dgc"}, 2, "key_file cannot sign what optimizer=dgc exchanges"),
     ],
 )
 def test_values_that_cannot_work(changes: dict[str, object], replicas: int, words: str) -> None:
@@ -132,6 +147,14 @@ def test_another_optimizer_brings_its_own_learning_rate() -> None:
     assert train.parse(["quickstart", "--optimizer=adamw", "--lr", "0.5"]).settings.optim.lr == 0.5
     twice = ["quickstart", "--optimizer", "adamw", "--optimizer", "sgd"]
     assert train.parse(twice).settings == recipes.build("quickstart", "sgd")
+
+
+def test_every_name_belongs_to_one_way_of_training() -> None:
+    names = typing.get_args(config_module.OptimizerName)
+    assert sorted(names) == sorted(recipes.OPTIMIZERS)
+    assert set(config_module.PEERS) | set(config_module.DECOUPLED_OPTIMIZERS) < set(names)
+    document = (Path(__file__).parents[3] / "docs" / "peers.md").read_text()
+    assert [name for name in names if f"`{name}`" not in document] == []
 
 
 def test_another_optimizer_than_the_files_does_not_get_its_settings(tmp_path: Path) -> None:

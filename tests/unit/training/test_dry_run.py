@@ -11,9 +11,9 @@ from rich.console import Console
 from thinwire.exchange.transport import SoloTransport
 from thinwire.parallel.mesh import MeshShape
 from thinwire.training.dry_run import describe, matmul_rate, memory_bytes
-from thinwire.training.methods import Decoupled
+from thinwire.training.methods import Decoupled, build_method
 from thinwire.training.models import Sizes, build_model, num_parameters
-from thinwire.training.recipes import build
+from thinwire.training.recipes import OPTIMIZERS, build
 from thinwire.training.shapes import build_on_meta
 
 
@@ -39,8 +39,29 @@ def test_memory_of_the_others(optimizer: str, copies: int) -> None:
     assert needs["optimizer state"] == copies * needs["parameters"]
 
 
-@pytest.mark.parametrize("name", ["quickstart", "vit"])
-@pytest.mark.parametrize("optimizer", ["demo", "adamw"])
+@pytest.mark.parametrize("optimizer", ["galore", "topk", "dgc", "signsgd", "onebit-adam", "diloco", "published-code"])
+def test_memory_of_the_peers_is_that_of_the_real_ones(optimizer: str) -> None:
+    config = build("quickstart", optimizer)
+    config = replace(config, optim=replace(config.optim, local_steps=2), model=replace(config.model, layers=1, width=32))
+    model = build_model(config, Sizes(vocab_size=256))
+    method = build_method(config.optim, model, model, SoloTransport())
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        method.step()
+    state = method.state_dict()
+    own = state.get("peer", {})
+    optimizers = state["optimizers"].values() if "optimizers" in state else state.values()
+    held = [tensor for one in optimizers for entries in one["state"].values() for tensor in entries.values()]
+    needs = memory_bytes(config.optim, build_on_meta(config), MeshShape(1))
+    assert needs.get("kept by the method", 0) == sum(tensor.nbytes for tensor in own.values())
+    in_optimizer = sum(tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor) and tensor.dim())
+    assert needs.get("optimizer state", 0) == pytest.approx(in_optimizer, abs=4 * len(held))
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"), [*(("quickstart", optimizer) for optimizer in OPTIMIZERS), ("vit", "demo"), ("vit", "adamw")]
+)
 def test_it_says_what_a_run_would_need(name: str, optimizer: str) -> None:
     out = io.StringIO()
     describe(build(name, optimizer), 2, Console(file=out, width=120))

@@ -1,7 +1,9 @@
 """Every optimizer trains with the same loop; schedules and groups are what they say."""
 
+import sys
 from contextlib import nullcontext
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -88,11 +90,19 @@ def test_overlap_changes_nothing_but_the_time() -> None:
     assert losses(True) == losses(False)
 
 
+def _groups(method: Method) -> list[dict[str, Any]]:
+    if isinstance(method, Decoupled):
+        return method.optimizer.param_groups
+    return (method._optimizers if isinstance(method, Averaged) else method.peer.optimizers)[0].param_groups  # type: ignore[attr-defined]
+
+
 def test_only_matrices_decay() -> None:
     model = net()
-    for config in (OptimConfig(weight_decay=0.1), OptimConfig(optimizer="adamw", weight_decay=0.1)):
-        method = build_method(config, model, model, SoloTransport())
-        groups = method.optimizer.param_groups if isinstance(method, Decoupled) else method._optimizers[0].param_groups
+    for name in OPTIMIZERS:
+        if name == "muon":
+            continue  # it has two optimizers, with a test of their own
+        config = OptimConfig(optimizer=name, weight_decay=0.1)  # type: ignore[arg-type]
+        groups = _groups(build_method(config, model, model, SoloTransport()))
         decays = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
         assert decays == {id(p): 0.1 if p.dim() >= 2 else 0.0 for p in model.parameters()}
 
@@ -112,7 +122,34 @@ def test_muon_without_matrices_is_refused() -> None:
         build_method(OptimConfig(optimizer="muon"), model, model, SoloTransport())
 
 
-@pytest.mark.parametrize("optimizer", ["demo", "adamw"])
+def test_galore_moves_hidden_matrices_within_a_few_dimensions() -> None:
+    model = net()
+    before = model[1].weight.detach().clone()
+    method = build_method(OptimConfig(optimizer="galore", lr=1e-2, rank=3), model, model, SoloTransport())
+    losses = train(method, 60)
+    assert losses[-1] < losses[0]
+    assert torch.linalg.matrix_rank(model[1].weight.detach() - before, rtol=1e-4) == 3
+    assert torch.linalg.matrix_rank(model[0].weight.detach() - net()[0].weight, rtol=1e-4) > 3
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "module", "package"),
+    [("galore", "galore_torch", "galore-torch"), ("published-code", "thinwire.peers.published_code", "pytorch-optimizer")],
+)
+def test_a_missing_package_is_named(optimizer: str, module: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    model = net()
+    with pytest.raises(TrainingError, match=f"optimizer={optimizer} needs the package.*pip install {package}"):
+        build_method(OptimConfig(optimizer=optimizer), model, model, SoloTransport())  # type: ignore[arg-type]
+
+
+def test_the_published_code_refuses_convolutions() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+    with pytest.raises(TrainingError, match=r"vectors and matrices only, and 0\.weight has the shape \(4, 1, 3, 3\)"):
+        build_method(OptimConfig(optimizer="published-code"), model, model, SoloTransport())
+
+
+@pytest.mark.parametrize("optimizer", ["demo", "adamw", "topk"])
 def test_a_resumed_run_has_the_settings_it_was_started_with(optimizer: str) -> None:
     model = net()
     before = build_method(OptimConfig(optimizer=optimizer, weight_decay=0.1), model, model, SoloTransport())  # type: ignore[arg-type]
@@ -120,7 +157,7 @@ def test_a_resumed_run_has_the_settings_it_was_started_with(optimizer: str) -> N
     changed = OptimConfig(optimizer=optimizer, weight_decay=0.5, momentum_decay=0.5, beta2=0.5)  # type: ignore[arg-type]
     after = build_method(changed, model, model, SoloTransport())
     after.load_state_dict([deepcopy(before.state_dict())], "exact")
-    groups = after.optimizer.param_groups if isinstance(after, Decoupled) else after._optimizers[0].param_groups
+    groups = _groups(after)
     assert groups[0]["weight_decay"] == 0.5
     assert groups[0]["betas"][1] == 0.5
     if isinstance(after, Decoupled):
