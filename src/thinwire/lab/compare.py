@@ -14,7 +14,7 @@ from typing import Any
 
 from thinwire.lab import rows
 from thinwire.lab.errors import LabError
-from thinwire.lab.methods import LabMethod
+from thinwire.lab.methods import DENSE_STEPS, LabMethod
 from thinwire.lab.network import Network
 from thinwire.lab.rows import Cell
 from thinwire.lab.verify import Row, verify
@@ -24,7 +24,7 @@ from thinwire.planner.link_spec import LinkSpec
 _STEP_DEADLINE_SECONDS = 900.0
 # A first step that took this long is measured, too: cold caches and a sleeping connection are a small part of it.
 _LONG_SECONDS = 5.0
-_WARM_UP_STEPS = 3
+_WARM_UP_STEPS = DENSE_STEPS + 1
 _VERIFICATIONS = 3
 
 

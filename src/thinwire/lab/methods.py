@@ -11,6 +11,8 @@ from thinwire.training.config_file import override
 
 # Between two synchronisations this many steps are measured; what happens in each does not depend on how many there are.
 _MEASURED_PERIOD = 3
+# How long methods that begin with whole gradients do so in the lab, which measures what comes after.
+DENSE_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class LabMethod:
 
     def lab_config(self, recipe: str, num_hosts: int, num_threads: int) -> TrainConfig:
         """The run of one host. Each has the recipe's batch for two replicas, however many hosts there are."""
-        base = self.train_config(recipe)
+        base = override(self.train_config(recipe), {"dense_steps": DENSE_STEPS}, "the lab")
         if self.period > 1:
             base = override(base, {"local_steps": self.measured_period * self._num_fragments}, "the lab")
         return dataclasses.replace(
@@ -53,27 +55,29 @@ class LabMethod:
 
 
 _EARLY = {"overlap": True, "clip": 0.0}
+_SIGN = {"update": "sign", "topk": 32, "momentum_decay": 0.999, "lr": 1e-3}
+# The learning rates are the best of those tried: results/lab_losses.
 METHODS: dict[str, LabMethod] = {
-    "demo": LabMethod("demo", {"update": "sign", "topk": 32, "momentum_decay": 0.999, "lr": 1e-3, **_EARLY}),
-    "demo-after": LabMethod("demo", {"update": "sign", "topk": 32, "momentum_decay": 0.999, "lr": 1e-3}),
+    "demo": LabMethod("demo", {**_SIGN, **_EARLY}),
+    "demo-after": LabMethod("demo", _SIGN),
     "demo-muon": LabMethod("demo", {**_EARLY}),
     "published-code": LabMethod("published-code"),
-    "adamw": LabMethod("adamw"),
-    "adamw-bf16": LabMethod("adamw-bf16"),
-    "adamw-fp16": LabMethod("adamw-fp16"),
-    "powersgd": LabMethod("powersgd", {"dense_steps": 2}),
-    "topk": LabMethod("topk"),
-    "dgc": LabMethod("dgc"),
-    "randomk": LabMethod("randomk"),
-    "signsgd": LabMethod("signsgd"),
-    "ef-signsgd": LabMethod("ef-signsgd"),
-    "qsgd": LabMethod("qsgd"),
-    "onebit-adam": LabMethod("onebit-adam", {"dense_steps": 2}),
-    "local-sgd": LabMethod("local-sgd", {"local_steps": 8}),
-    "diloco": LabMethod("diloco", {"local_steps": 32}),
-    "diloco-streaming": LabMethod("diloco", {"local_steps": 32, "fragments": 4}),
-    "sparseloco": LabMethod("sparseloco", {"local_steps": 16}),
-    "galore": LabMethod("galore"),
+    "adamw": LabMethod("adamw", {"lr": 3e-4}),
+    "adamw-bf16": LabMethod("adamw-bf16", {"lr": 3e-4}),
+    "adamw-fp16": LabMethod("adamw-fp16", {"lr": 3e-4}),
+    "powersgd": LabMethod("powersgd", {"lr": 3e-4, "dense_steps": 2}),
+    "topk": LabMethod("topk", {"lr": 1e-3}),
+    "dgc": LabMethod("dgc", {"lr": 0.3}),
+    "randomk": LabMethod("randomk", {"lr": 1e-3}),
+    "signsgd": LabMethod("signsgd", {"lr": 3e-4}),
+    "ef-signsgd": LabMethod("ef-signsgd", {"lr": 0.75}),
+    "qsgd": LabMethod("qsgd", {"lr": 1e-3}),
+    "onebit-adam": LabMethod("onebit-adam", {"lr": 1.2e-4, "dense_steps": 2}),
+    "local-sgd": LabMethod("local-sgd", {"lr": 1e-3, "local_steps": 8}),
+    "diloco": LabMethod("diloco", {"lr": 3e-4, "local_steps": 32}),
+    "diloco-streaming": LabMethod("diloco", {"lr": 3e-4, "local_steps": 32, "fragments": 4}),
+    "sparseloco": LabMethod("sparseloco", {"lr": 1e-3, "local_steps": 16}),
+    "galore": LabMethod("galore", {"lr": 1.2e-2}),
 }
 
 
