@@ -190,7 +190,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a resumed run takes the checkpoint's settings",
-        "training/methods.py",
+        "training/settings.py",
         "        group.update(settings)",
         "        pass",
         "tests/unit/training/test_methods.py::test_a_resumed_run_has_the_settings_it_was_started_with",

@@ -68,7 +68,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--key-file", "folder"], "key_file='folder': there is no such file"),
         (["--key-file", "short.key"], "key_file='short.key' holds 15 bytes, a key needs 16"),
         (["--key-file", "open.key"], "key_file='open.key' is open to other users (mode 640): chmod 600 open.key"),
-        (["--key-file", "good.key", "--optimizer", "adamw"], "key_file cannot sign the gradients that optimizer=adamw"),
+        (["--key-file", "good.key", "--optimizer", "adamw"], "key_file cannot sign what optimizer=adamw"),
     ],
 )
 def test_one_line_says_what_is_wrong(
