@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from thinwire.lab.losses import Curve, seconds_to
+from thinwire.lab.predicted import error_table, predict_all
 from thinwire.lab.rows import PARTS, Cell
 from thinwire.planner.links import format_bytes
 
@@ -16,6 +17,8 @@ def summary(cells: Sequence[Cell], curves: dict[str, Curve], target: float | Non
         if target is not None and curves:
             parts += [f"### Seconds to a validation loss of {target:g}", loss_table(own, curves, target)]
         parts += ["### Where a step's time goes", breakdown_table(own), "### Bytes per step and host", byte_table(own)]
+    if predictions := predict_all(cells):
+        parts += ["## The planner beside it", error_table(predictions)]
     failed = [f"- {cell.num_hosts} hosts, {cell.link}, {cell.method}: {cell.error}" for cell in cells if cell.error]
     if failed:
         parts += ["## What failed", "\n".join(failed)]
