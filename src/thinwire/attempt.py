@@ -79,7 +79,7 @@ class Attempt:
         what happens if that fails."""
         bucket, encoding = self._buckets[self.num_sent]
         is_early = trouble is None
-        with self.taken_back_on_error():
+        with self.taken_back_on_error(), self._traffic.encoding(is_early):
             for index in bucket.tensors:
                 align_gradient(self._local.tensors[index].source)
             gradients = [(index, self._local.tensors[index].gradient) for index in bucket.tensors]
@@ -125,7 +125,8 @@ class Attempt:
                     spans.append(exchange.span())
             self._traffic.add_spans(spans)
             if self._transport.num_replicas > 1 or self._local.is_fused:
-                self._inspect_()
+                with self._traffic.applying():
+                    self._inspect_()
 
     @contextmanager
     def taken_back_on_error(self) -> Iterator[None]:
@@ -212,11 +213,12 @@ class Attempt:
 
     def apply_(self, decoding: Decoding) -> None:
         """Apply the payloads of all that are not refused."""
-        for bucket, encoding in self._buckets:
-            payloads_RB = encoding.payloads_RB
-            if self.refused:
-                payloads_RB = payloads_RB[[row for row in range(len(payloads_RB)) if row not in self.refused]]
-            self._local.apply_(bucket, self._groups, payloads_RB, decoding)
+        with self._traffic.applying():
+            for bucket, encoding in self._buckets:
+                payloads_RB = encoding.payloads_RB
+                if self.refused:
+                    payloads_RB = payloads_RB[[row for row in range(len(payloads_RB)) if row not in self.refused]]
+                self._local.apply_(bucket, self._groups, payloads_RB, decoding)
 
     def apply_late_(self, decoding: Decoding) -> None:
         """After `finish_on_device_`, where the device has left it to the host to say whose payloads count."""

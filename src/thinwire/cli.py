@@ -15,7 +15,9 @@ _USAGE = """usage: thinwire COMMAND [options]
 commands:
   train [RECIPE]   train a model with one or more replicas   (thinwire train --help)
   plan             predict step times over a given link      (thinwire plan --help)
+  plan scale       predict steps of many replicas            (thinwire plan scale --help)
   bench step       measure an optimizer step on this machine (thinwire bench --help)
+  lab run          run commands over thin links, real ones   (thinwire lab --help)
 
 options:
   --version        print the version
@@ -73,9 +75,9 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _commands() -> dict[str, Callable[[list[str]], int]]:
-    from thinwire.commands import bench, plan, train
+    from thinwire.commands import bench, lab, plan, train
 
-    return {"train": train.command, "plan": plan.command, "bench": bench.command}
+    return {"train": train.command, "plan": plan.command, "bench": bench.command, "lab": lab.command}
 
 
 def _report(error: Exception, debug: bool) -> int:

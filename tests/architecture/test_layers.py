@@ -69,6 +69,7 @@ EXTRAS = {
     "peers/published_code.py": {"pytorch_optimizer"},
     "planner/table.py": {"rich"},
     "planner/figure.py": {"matplotlib"},
+    "planner/scale_figure.py": {"matplotlib"},
     "training/config_file.py": {"yaml"},
     "training/dry_run.py": {"rich"},
     "training/galore.py": {"galore_torch"},
@@ -81,10 +82,15 @@ EXTRAS = {
     "training/report.py": {"matplotlib", "rich"},
     "training/reporter.py": {"rich"},
     "training/text.py": {"datasets", "tokenizers"},
+    "lab/figure.py": {"matplotlib"},
+    "lab/worker.py": {"rich"},
     "bench/contenders.py": {"pytorch_optimizer"},
     "bench/figure.py": {"matplotlib"},
     "commands/bench.py": {"rich", "tyro"},
+    "commands/lab.py": {"rich", "tyro"},
+    "commands/lab_compare.py": {"rich", "tyro"},
     "commands/plan.py": {"rich", "tyro"},
+    "commands/scale.py": {"rich", "tyro"},
     "commands/train.py": {"rich", "tyro"},
 }
 # Layers that may know of process groups.

@@ -195,6 +195,20 @@ MUTATIONS = [
         "        pass",
         "tests/unit/training/test_methods.py::test_a_resumed_run_has_the_settings_it_was_started_with",
     ),
+    Mutation(
+        "the relay lets frames overtake each other",
+        "lab/relay.py",
+        "due = max(due, self._latest.get((source, target), 0.0))",
+        "due = max(due, 0.0)",
+        "tests/unit/lab/test_relay.py::test_chance_delays_within_its_bounds_and_never_changes_the_order_of_a_way",
+    ),
+    Mutation(
+        "what is left of a frame says it were its beginning",
+        "lab/relay.py",
+        "(sequence + first * size) & 0xFFFFFFFF",
+        "sequence & 0xFFFFFFFF",
+        "tests/unit/lab/test_relay.py::test_lost_packets_are_cut_out_of_their_frame[0-1449]",
+    ),
 ]
 
 

@@ -16,6 +16,8 @@ from thinwire.exchange.collective import CollectiveTransport
 from thinwire.exchange.loopback import LoopbackHub, LoopbackTransport, run_replicas
 from thinwire.exchange.signed import SignedTransport
 from thinwire.exchange.transport import SoloTransport, Transport, all_gather
+from thinwire.parallel.shaped import ShapedLink, ShapedTransport, shape
+from thinwire.planner.link_spec import parse_link
 from thinwire.sealing import seal_
 from thinwire.wire.codec import ChunkCodec
 
@@ -48,30 +50,41 @@ def check(results: list[list[Any]]) -> None:
 
 
 KEY = b"sixteen bytes..."
+LINK = parse_link("1mbit,4ms")
+
+
+def shaped(inner: Transport) -> Transport:
+    """Over a modelled link; the roll calls go the same way as the messages."""
+    return ShapedTransport(inner, ShapedLink(LINK, inner))
 
 
 def test_solo() -> None:
     check([exercise(SoloTransport())])
     check([exercise(SignedTransport(SoloTransport(), KEY))])
+    check([exercise(shaped(SoloTransport()))])
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 5])
 def test_loopback(num_replicas: int) -> None:
     check(run_replicas(exercise, num_replicas))
     check(run_replicas(lambda transport: exercise(SignedTransport(transport, KEY)), num_replicas))
+    check(run_replicas(lambda transport: exercise(shaped(transport)), num_replicas))
+    check(run_replicas(lambda transport: exercise(shaped(SignedTransport(transport, KEY))), num_replicas))
+    check(run_replicas(lambda transport: exercise(SignedTransport(shaped(transport), KEY)), num_replicas))
 
 
 def _collective(rank: int) -> list[list[Any]]:
     plain = CollectiveTransport(torch.distributed.group.WORLD, 30.0)
     signed = SignedTransport(plain, KEY)
-    assert signed.ranks == plain.ranks == [0, 1, 2]
-    return [exercise(plain), exercise(signed)]
+    over_link = shape(plain, LINK, 30.0)
+    assert signed.ranks == over_link.ranks == plain.ranks == [0, 1, 2]
+    assert (shaped(signed).overhead_bytes, over_link.overhead_bytes) == (signed.overhead_bytes, 0)
+    return [exercise(plain), exercise(signed), exercise(over_link)]
 
 
 def test_collective() -> None:
-    plain, signed = zip(*run_ranks(_collective, 3), strict=True)
-    check(list(plain))
-    check(list(signed))
+    for kind in zip(*run_ranks(_collective, 3), strict=True):
+        check(list(kind))
 
 
 @pytest.mark.gpu

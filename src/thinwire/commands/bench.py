@@ -65,12 +65,12 @@ def command(arguments: list[str]) -> int:
             console.print(f"{row.contender}: {row.median_ms:.2f} ms", highlight=False)
     _print(rows, console)
     if asked.out is not None:
-        write(rows, asked.out, shlex.join(["thinwire", "bench", *_without_out(arguments)]))
+        write(rows, asked.out, shlex.join(["thinwire", "bench", *without_out(arguments)]))
         print(f"rows, summary and figure: {asked.out}")
     return 0
 
 
-def _without_out(arguments: list[str]) -> list[str]:
+def without_out(arguments: list[str]) -> list[str]:
     """Where the rows went is no part of what was measured."""
     pairs = zip(["", *arguments], arguments, strict=False)
     return [word for before, word in pairs if not word.startswith("--out") and before != "--out"]

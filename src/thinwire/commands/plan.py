@@ -10,6 +10,7 @@ from rich.console import Console
 
 from thinwire.exchange.plan import TensorSpec
 from thinwire.planner import Link, make_report, parse_bandwidth, parse_seconds, tensors_from_count
+from thinwire.planner.link_spec import parse_link
 from thinwire.training import recipes
 from thinwire.training.config import DataConfig, ModelConfig, TrainConfig
 from thinwire.training.errors import TrainingError
@@ -23,7 +24,8 @@ _FACTORS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000, "g": 1_000_00
 class PlanCommand:
     """Predict bytes, step time and efficiency of DDP and of DeMo on a link, and recommend a setting.
 
-    The model behind the figures, and how well it meets measurements: docs/planner.md.
+    The model behind the figures, and how well it meets measurements: docs/planner.md. `thinwire plan scale` is about
+    many replicas, up to thousands.
     """
 
     model: tyro.conf.Positional[str]
@@ -32,6 +34,8 @@ class PlanCommand:
     """Time of forward and backward per step and replica, such as 0.8s or 250ms; `thinwire train --dry-run` estimates it."""
     replicas: int = 2
     """Replicas that train together."""
+    link: str = ""
+    """Rate and round trip in one, such as 100mbit,20ms; in place of --bandwidth and --round-trip."""
     bandwidth: str = "100Mbit"
     """Rate of each replica's link, such as 100Mbit or 10Gbit."""
     round_trip: str = "20ms"
@@ -44,6 +48,8 @@ class PlanCommand:
     """Value codecs to compare."""
     chunk: int = 64
     """Edge of the chunks."""
+    overlap: bool = False
+    """Let Thinwire's rows be those of overlap=True: buckets leave while backward runs."""
     figure: Path | None = None
     """Also draw efficiency against bandwidth, as a PNG file."""
     debug: bool = False
@@ -52,19 +58,21 @@ class PlanCommand:
 
 def command(arguments: list[str]) -> int:
     """Run it."""
+    if arguments[:1] == ["scale"]:
+        from thinwire.commands import scale
+
+        return scale.command(arguments[1:])
     asked = tyro.cli(PlanCommand, prog="thinwire plan", args=arguments)
-    link = Link(
-        parse_bandwidth(asked.bandwidth, "--bandwidth"), parse_seconds(asked.round_trip, "--round-trip", allow_zero=True)
-    )
     report = make_report(
         tensors_of(asked.model),
         asked.replicas,
-        link,
+        _link_asked_for(asked, arguments),
         parse_seconds(asked.compute, "--compute"),
         device=asked.device,
         topks=asked.topks,
         values=asked.values,
         chunk=asked.chunk,
+        overlap=asked.overlap,
     )
     from thinwire.planner.table import print_report
 
@@ -77,21 +85,46 @@ def command(arguments: list[str]) -> int:
     return 0
 
 
+def _link_asked_for(asked: PlanCommand, arguments: list[str]) -> Link:
+    if not asked.link:
+        round_trip = parse_seconds(asked.round_trip, "--round-trip", allow_zero=True)
+        return Link(parse_bandwidth(asked.bandwidth, "--bandwidth"), round_trip)
+    for flag in ("--bandwidth", "--round-trip"):
+        if any(argument.replace("_", "-").split("=")[0] == flag for argument in arguments):
+            raise TrainingError(f"--link {asked.link} says it all: leave {flag} out")
+    return read_link(asked.link, "--link")
+
+
+def read_link(text: str, name: str) -> Link:
+    """A link as the planner sees it: rate and round trip."""
+    spec = parse_link(text, name)
+    if spec.jitter_seconds or spec.loss:
+        raise ValueError(f"{name}={text!r}: the planner knows no jitter and no loss; leave them out")
+    return spec.link
+
+
+def parse_count(text: str, name: str) -> int:
+    """A number of parameters, such as 320M; ``name`` is what an error calls it."""
+    match = _COUNT.fullmatch(text)
+    try:
+        count = round(float(match[1]) * _FACTORS[match[2].lower()]) if match is not None else None
+    except ValueError as error:
+        raise TrainingError(f"{name}={text!r} is not a number of parameters: {error}") from error
+    if count is None:
+        raise TrainingError(f"{name}={text!r} is not a number of parameters, such as 320M")
+    if not 1 <= count <= _MOST_PARAMETERS:
+        raise TrainingError(f"{name}={text!r}: the number of parameters must be from 1 to {_MOST_PARAMETERS:.0e}")
+    return count
+
+
 def tensors_of(model: str) -> tuple[TensorSpec, ...]:
     """The trained tensors of a recipe, a model folder, or of a model of which only the size is known."""
     from thinwire.training.shapes import build_on_meta, specs_of
 
     if model in recipes.RECIPES:
         return tuple(specs_of(build_on_meta(recipes.build(model))))
-    match = _COUNT.fullmatch(model)
-    if match is not None and not Path(model).exists():
-        try:
-            count = round(float(match[1]) * _FACTORS[match[2].lower()])
-        except ValueError as error:
-            raise TrainingError(f"model={model!r} is not a number of parameters: {error}") from error
-        if not 1 <= count <= _MOST_PARAMETERS:
-            raise TrainingError(f"model={model!r}: the number of parameters must be from 1 to {_MOST_PARAMETERS:.0e}")
-        return tensors_from_count(count)
+    if _COUNT.fullmatch(model) is not None and not Path(model).exists():
+        return tensors_from_count(parse_count(model, "model"))
     if not Path(model).exists():
         raise TrainingError(
             f"model={model!r} is neither a recipe ({', '.join(recipes.RECIPES)}), nor a model folder or config.json that "

@@ -33,8 +33,8 @@ _OPTIMIZER_SETTINGS = frozenset(setting.name for section, setting in all_fields(
 class TrainCommand:
     """Train a model with one or more replicas.
 
-    RECIPE comes first and is one of quickstart, gpt-small, paper-300m, paper-1b, vit, cnn. The defaults below are those of
-    the chosen recipe, changed by --config. Every option may also stand in the file, with _ for -.
+    RECIPE comes first and is one of quickstart, gpt-small, gpt-10m, paper-300m, paper-1b, vit, cnn. The defaults below are
+    those of the chosen recipe, changed by --config. Every option may also stand in the file, with _ for -.
     """
 
     recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE")] = "quickstart"

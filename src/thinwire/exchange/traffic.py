@@ -12,7 +12,7 @@ class Count:
     it; ``received_bytes`` is what comes from the others. A replica's own copy never counts. ``wait_seconds`` is how long the
     program stood still for the others' bytes; ``exchange_seconds`` is how long payloads were under way, if the transport can
     tell (NCCL cannot). ``encode_seconds`` and ``apply_seconds`` are what making payloads, and applying them, took the host;
-    with ``overlap`` the former is a part of backward."""
+    ``early_seconds`` is the part of the former that was spent during backward, with ``overlap``."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -20,6 +20,7 @@ class Count:
     wait_seconds: float = field(default=0.0, compare=False)
     exchange_seconds: float = field(default=0.0, compare=False)
     encode_seconds: float = field(default=0.0, compare=False)
+    early_seconds: float = field(default=0.0, compare=False)
     apply_seconds: float = field(default=0.0, compare=False)
 
     @property
@@ -69,12 +70,14 @@ class Traffic:
             yield
 
     @contextmanager
-    def encoding(self) -> Iterator[None]:
-        """Count the time spent inside as making messages."""
+    def encoding(self, is_early: bool = False) -> Iterator[None]:
+        """Count the time spent inside as making messages, during backward if it is early."""
         began = time.perf_counter()
         yield
+        seconds = time.perf_counter() - began
         for count in (self.last_step, self.total):
-            count.encode_seconds += time.perf_counter() - began
+            count.encode_seconds += seconds
+            count.early_seconds += seconds if is_early else 0.0
 
     @contextmanager
     def applying(self) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """Plain data parallelism, to compare with: DistributedDataParallel, with a meter on its all-reduces, whole or compressed."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.exchange.traffic import Traffic
 from thinwire.parallel.power_sgd import PowerSGD
+from thinwire.parallel.shaped import ShapedLink
+from thinwire.planner.cost import ring_all_reduce
 
 Reduced = torch.futures.Future[Tensor]
 # What carries a bucket to the others: how many bytes it all-reduces in how many all-reduces, and the bucket's mean to come.
@@ -23,14 +26,17 @@ class AveragedModel(nn.Module):
     """A model whose gradients DDP averages, in float32 unless ``hook`` says otherwise.
 
     ``traffic`` counts as a ring all-reduce does: of B bytes each of R replicas sends and receives 2 (R - 1) / R * B.
+    ``link``: they are held back as over this modelled link.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, hook: Hook | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, hook: Hook | None = None, link: ShapedLink | None = None
+    ) -> None:
         super().__init__()
         self.traffic = Traffic()
         self._num_replicas = dist.get_world_size()
         self._last_ready = 0.0
-        self._hook = hook or average
+        self._hook, self._link = hook or average, link
         options: dict[str, Any] = {"device_ids": [device.index] if device.type == "cuda" else None}
         if isinstance(hook, PowerSGD):
             options["bucket_cap_mb"] = hook.bucket_cap_mb(model)
@@ -44,12 +50,13 @@ class AveragedModel(nn.Module):
     def _reduce(self, state: object, bucket: GradBucket) -> Reduced:
         self._last_ready = time.perf_counter()
         num_bytes, num_exchanges, future = self._hook(bucket)
-        carried = 2 * (self._num_replicas - 1) * num_bytes // self._num_replicas
+        exchange = ring_all_reduce(num_bytes, self._num_replicas)
+        exchange = dataclasses.replace(exchange, num_rounds=num_exchanges * exchange.num_rounds)
         for count in (self.traffic.last_step, self.traffic.total):
-            count.sent_bytes += carried
-            count.received_bytes += carried
+            count.sent_bytes += exchange.sent_bytes
+            count.received_bytes += exchange.received_bytes
             count.num_exchanges += num_exchanges
-        return future
+        return future if self._link is None else self._link.hold_back(future, exchange, bucket.buffer().device)
 
     def count_wait(self) -> None:
         """Call right after backward: what passed since the last gradient was ready was spent waiting for the others."""

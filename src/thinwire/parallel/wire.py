@@ -16,59 +16,64 @@ from thinwire.core.errors import ExchangeError, first_line
 from thinwire.exchange.collective import CollectiveTransport
 from thinwire.exchange.traffic import Traffic
 from thinwire.exchange.transport import SoloTransport, Transport, all_gather
+from thinwire.parallel.shaped import ShapedLink, carried, link_of
+from thinwire.planner.cost import Exchange, num_rounds
 
 
 class GroupWire:
-    """`thinwire.peers.contract.Wire` over the default process group, or over nothing where there is none."""
+    """`thinwire.peers.contract.Wire` over the default process group, or over nothing where there is none. ``link``: what
+    it takes is held back as over this modelled link."""
 
-    def __init__(self, timeout_seconds: float | None = None) -> None:
+    def __init__(self, timeout_seconds: float | None = None, link: ShapedLink | None = None) -> None:
         """``timeout_seconds``: the longest wait; None is the group's own."""
         has_group = dist.is_initialized()
         self.replica = dist.get_rank() if has_group else 0
         self.num_replicas = dist.get_world_size() if has_group else 1
         self.traffic = Traffic()
         self._deadline = () if timeout_seconds is None else (timedelta(seconds=timeout_seconds),)
+        self._link = link
         # gloo has not all of its collectives for tensors on a GPU.
         self._is_on_host = has_group and dist.get_backend() == "gloo"
 
     def all_reduce_(self, tensor: Tensor) -> None:
         """Sum in place."""
         if self.num_replicas > 1:
-            carried = self._reachable(tensor)
-            self._do("all-reduce", lambda: dist.all_reduce(carried, async_op=True))
-            count_all_reduce(self.traffic, tensor, self.num_replicas)
-            if carried is not tensor:
-                tensor.copy_(carried)
+            summed = self._reachable(tensor)
+            count = count_all_reduce(self.traffic, tensor, self.num_replicas)
+            self._do("all-reduce", lambda: dist.all_reduce(summed, async_op=True), count)
+            if summed is not tensor:
+                tensor.copy_(summed)
 
     def all_gather(self, message: Tensor) -> Tensor:
         """Everyone's."""
         if self.num_replicas == 1:
             return message[None].clone()
-        carried = self._reachable(message.contiguous())
-        rows = carried.new_empty((self.num_replicas, *message.shape))
+        mine = self._reachable(message.contiguous())
+        rows = mine.new_empty((self.num_replicas, *message.shape))
         # torch 2.13 renames all_gather_into_tensor to all_gather_single and warns of the old name, which 2.11 still needs.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._do("all-gather", lambda: gather(rows.view(-1), carried.view(-1), async_op=True))
-        count_all_gather(self.traffic, message, self.num_replicas)
+        count = count_all_gather(self.traffic, message, self.num_replicas)
+        self._do("all-gather", lambda: gather(rows.view(-1), mine.view(-1), async_op=True), count)
         return rows.to(message.device)
 
     def all_to_all(self, rows: Tensor) -> Tensor:
         """Row by row."""
         if self.num_replicas == 1:
             return rows.clone()
-        carried = self._reachable(rows.contiguous())
-        result = torch.empty_like(carried)
-        self._do("all-to-all", lambda: dist.all_to_all_single(result, carried, async_op=True))
-        count_all_to_all(self.traffic, rows)
+        mine = self._reachable(rows.contiguous())
+        result = torch.empty_like(mine)
+        count = count_all_to_all(self.traffic, rows)
+        self._do("all-to-all", lambda: dist.all_to_all_single(result, mine, async_op=True), count)
         return result.to(rows.device)
 
     def _reachable(self, tensor: Tensor) -> Tensor:
         return tensor.cpu() if self._is_on_host else tensor
 
-    def _do(self, what: str, begin: Callable[[], "dist.Work | None"]) -> None:
+    def _do(self, what: str, begin: Callable[[], "dist.Work | None"], count: tuple[int, int]) -> None:
         began = time.monotonic()
+        exchange = Exchange(*count, num_rounds(what, self.num_replicas))
         try:
-            with self.traffic.waiting():
+            with self.traffic.waiting(), carried(self._link, exchange, what):
                 work = begin()
                 if work is not None:
                     work.wait(*self._deadline)
@@ -115,35 +120,36 @@ class TransportWire:
 
 def wire_over(transport: Transport) -> GroupWire | TransportWire:
     """The wire to where a transport leads; a process group has collectives of its own."""
-    has_group = isinstance(transport, (CollectiveTransport, SoloTransport))
-    return GroupWire() if has_group else TransportWire(transport)
+    link = link_of(transport)
+    has_group = isinstance(transport, (CollectiveTransport, SoloTransport)) or (link is not None and dist.is_initialized())
+    return GroupWire(link=link) if has_group else TransportWire(transport)
 
 
-def count_all_reduce(traffic: Traffic, tensor: Tensor, num_replicas: int) -> None:
-    """As a ring does it."""
-    if num_replicas > 1:
-        carried = 2 * (num_replicas - 1) * _bytes_of(tensor) // num_replicas
-        _count(traffic, carried, carried)
+def count_all_reduce(traffic: Traffic, tensor: Tensor, num_replicas: int) -> tuple[int, int]:
+    """As a ring does it; what was counted as sent and received."""
+    carried = 2 * (num_replicas - 1) * _bytes_of(tensor) // num_replicas
+    return _count(traffic, carried, carried)
 
 
-def count_all_gather(traffic: Traffic, message: Tensor, num_replicas: int) -> None:
-    """Sent once, received R - 1 times; alone, nothing crosses a wire."""
-    if num_replicas > 1:
-        _count(traffic, _bytes_of(message), _bytes_of(message) * (num_replicas - 1))
+def count_all_gather(traffic: Traffic, message: Tensor, num_replicas: int) -> tuple[int, int]:
+    """Sent once, received R - 1 times."""
+    return _count(traffic, _bytes_of(message), _bytes_of(message) * (num_replicas - 1))
 
 
-def count_all_to_all(traffic: Traffic, rows: Tensor) -> None:
+def count_all_to_all(traffic: Traffic, rows: Tensor) -> tuple[int, int]:
     """All rows but this replica's own."""
-    if len(rows) > 1:
-        carried = _bytes_of(rows) * (len(rows) - 1) // len(rows)
-        _count(traffic, carried, carried)
+    carried = _bytes_of(rows) * (len(rows) - 1) // len(rows)
+    return _count(traffic, carried, carried)
 
 
-def _count(traffic: Traffic, sent: int, received: int) -> None:
+def _count(traffic: Traffic, sent: int, received: int) -> tuple[int, int]:
+    if received == 0:
+        return 0, 0  # alone, nothing crosses a wire
     for count in (traffic.last_step, traffic.total):
         count.sent_bytes += sent
         count.received_bytes += received
         count.num_exchanges += 1
+    return sent, received
 
 
 def _bytes_of(tensor: Tensor) -> int:

@@ -3,8 +3,10 @@
 Letters: R replicas, G bytes of all gradients, P bytes of one replica's payload, C compute seconds (forward and backward),
 w bytes per second of the link, t one-way seconds (half of the round trip), a one-way trips per round.
 
-    network  = received / w + a * rounds * t
-    exposed  = max(0, network - hidden),     hidden = overlap * 2/3 * C for DDP and 0 for DeMo
+    transfer = received / w,  latency = a * rounds * t,  network = transfer + latency
+    hidden   = overlap * 2/3 * C for DDP, and for DeMo if it overlaps, else 0
+    exposed  = max(0, network - hidden) for DDP, unless its number of buckets is given
+             = max(transfer / n, transfer - (n - 1) / n * hidden) + latency for DeMo in n buckets
     step     = C + optimizer + exposed
     efficiency = C / step
 
@@ -16,13 +18,15 @@ w bytes per second of the link, t one-way seconds (half of the round trip), a on
 In both a rank also transmits what it receives, in the other direction of its link. Pure functions; no shapes, no codecs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from thinwire.planner.links import Link
 
 # Backward computes two matrix products for each one of forward.
 BACKWARD_SHARE = 2 / 3
 PUBLISHED_COLLECTIVES_PER_TENSOR = 2
+# In gloo a receiver first says that it is ready, so that a round costs a whole round trip.
+TRIPS_PER_ROUND = 2
 
 
 @dataclass(frozen=True)
@@ -30,24 +34,31 @@ class DeviceCosts:
     """What a step costs on a kind of device, apart from forward and backward: nanoseconds per parameter of one optimizer
     step, and how its usual collectives behave.
 
-    ``ddp_overlap`` is the share of backward under which DDP can hide its all-reduce. ``trips_per_round`` is 2 where a
-    receiver first tells the sender that it is ready, as gloo does, so that each round costs a whole round trip; 1 is the
-    least there can be.
+    ``ddp_overlap`` is the share of backward under which DDP can hide its all-reduce, ``demo_overlap`` that under which
+    DeMo's buckets can leave with ``overlap=True`` (None: as for DDP). ``ddp_buckets`` is how many DDP has (None: endlessly
+    many, its best case). ``trips_per_round`` is 2 where a receiver first tells the sender that it is ready, as gloo does, so
+    that each round costs a whole round trip; 1 is the least there can be.
     """
 
     adamw_ns_per_parameter: float
     demo_ns_per_parameter: float
     published_ns_per_parameter: float
     ddp_overlap: float
-    trips_per_round: int = 2
+    trips_per_round: int = TRIPS_PER_ROUND
+    demo_overlap: float | None = None
+    ddp_buckets: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse costs that make no sense."""
         for name in ("adamw_ns_per_parameter", "demo_ns_per_parameter", "published_ns_per_parameter"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a number of at least 0")
-        if not 0 <= self.ddp_overlap <= 1:
-            raise ValueError(f"ddp_overlap={self.ddp_overlap!r} must be from 0 (nothing is hidden) to 1 (all of backward)")
+        for name in ("ddp_overlap", "demo_overlap"):
+            share = getattr(self, name)
+            if share is not None and not 0 <= share <= 1:
+                raise ValueError(f"{name}={share!r} must be from 0 (nothing is hidden) to 1 (all of backward)")
+        if self.ddp_buckets is not None and self.ddp_buckets < 1:
+            raise ValueError(f"ddp_buckets={self.ddp_buckets!r} must be at least 1; leave it out for DDP's best case")
         if self.trips_per_round not in (1, 2):
             raise ValueError(f"trips_per_round={self.trips_per_round!r} must be 1 or 2")
 
@@ -68,12 +79,14 @@ class Exchange:
     """What one rank sends and receives, and in how many rounds that must follow each other.
 
     ``sent_bytes`` counts a message once, whoever receives it, as `DeMo.traffic` does. ``received_bytes`` is what the link
-    carries in each direction: in a ring a rank passes on as much as it receives.
+    carries in each direction: in a ring a rank passes on as much as it receives. ``num_pauses`` is how often the link was
+    idle before.
     """
 
     sent_bytes: int
     received_bytes: int
     num_rounds: int
+    num_pauses: int = 1
 
     def __add__(self, other: "Exchange") -> "Exchange":
         """One after the other."""
@@ -81,12 +94,14 @@ class Exchange:
             self.sent_bytes + other.sent_bytes,
             self.received_bytes + other.received_bytes,
             self.num_rounds + other.num_rounds,
+            self.num_pauses + other.num_pauses,
         )
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One step of a method on a device, whatever the link. ``hidden_seconds``: the network time backward can hide."""
+    """One step of a method on a device, whatever the link. ``hidden_seconds``: the network time backward can hide.
+    ``num_buckets``: the exchange is in so many parts, the last of which begins after backward; None: in endlessly many."""
 
     method: str
     topk: int | None
@@ -95,7 +110,8 @@ class Workload:
     compute_seconds: float
     optimizer_seconds: float
     hidden_seconds: float = 0.0
-    trips_per_round: int = 2
+    trips_per_round: int = TRIPS_PER_ROUND
+    num_buckets: int | None = None
 
     @property
     def label(self) -> str:
@@ -144,22 +160,70 @@ class Prediction:
         return self.exposed_seconds / self.local_seconds
 
 
+def num_rounds(collective: str, num_replicas: int) -> int:
+    """The rounds of a collective that must follow each other: rings for two of them, all at once for an all-to-all."""
+    others = num_replicas - 1
+    return {"all-reduce": 2 * others, "all-gather": others, "all-to-all": min(1, others)}[collective]
+
+
 def ring_all_reduce(num_bytes: int, num_replicas: int) -> Exchange:
     """Sum ``num_bytes`` over all ranks: each sends 2 (R - 1) / R of them, in 2 (R - 1) rounds."""
     carried = -(-2 * (num_replicas - 1) * num_bytes // num_replicas)
-    return Exchange(carried, carried, 2 * (num_replicas - 1))
+    return Exchange(carried, carried, num_rounds("all-reduce", num_replicas))
 
 
 def ring_all_gather(num_bytes: int, num_replicas: int, num_collectives: int = 1) -> Exchange:
     """Bring ``num_bytes`` of each rank to all: R - 1 messages arrive, in R - 1 rounds per collective."""
-    rounds = num_replicas - 1
+    rounds = num_rounds("all-gather", num_replicas)
     return Exchange(num_bytes if rounds else 0, rounds * num_bytes, rounds * num_collectives)
+
+
+def tree_broadcast(num_bytes: int, num_replicas: int) -> Exchange:
+    """Bring one rank's ``num_bytes`` to all: in every round those who have them pass them on, so that the first rank's link
+    carries them as often as there are rounds."""
+    rounds = (num_replicas - 1).bit_length()
+    return Exchange(num_bytes if rounds else 0, rounds * num_bytes, rounds)
+
+
+def transfer_seconds(exchange: Exchange, link: Link) -> float:
+    """``received / w``: how long the link is busy with the bytes; less the bursts that a shaper lets pass, and more where
+    the link has a slow start."""
+    passed = min(exchange.received_bytes, link.burst_bytes * exchange.num_pauses)
+    seconds = (exchange.received_bytes - passed) / link.bytes_per_second
+    return seconds + exchange.num_pauses * slow_start_seconds(exchange.received_bytes / exchange.num_pauses, link)
+
+
+def slow_start_seconds(num_bytes: float, link: Link) -> float:
+    """What a window that begins small and doubles costs: it is filled once in each round trip, until it fills the link."""
+    seconds, left, window = 0.0, num_bytes, link.window_bytes
+    while left > window and window < link.bytes_per_second * link.round_trip_seconds:
+        seconds += link.round_trip_seconds - window / link.bytes_per_second
+        left, window = left - window, 2 * window
+    return seconds
+
+
+def latency_seconds(exchange: Exchange, link: Link, trips_per_round: int) -> float:
+    """``a * rounds * t``: what rounds that wait for each other take, however few the bytes."""
+    return trips_per_round * exchange.num_rounds * link.one_way_seconds
 
 
 def network_seconds(exchange: Exchange, link: Link, trips_per_round: int) -> float:
     """``received / w + a * rounds * t``: bytes at the link's rate, and the latency of rounds that wait for each other."""
-    latency = trips_per_round * exchange.num_rounds * link.one_way_seconds
-    return exchange.received_bytes / link.bytes_per_second + latency
+    return transfer_seconds(exchange, link) + latency_seconds(exchange, link, trips_per_round)
+
+
+def exposed_seconds(workload: Workload, link: Link) -> float:
+    """The network time that nothing hides.
+
+    In n buckets, the i-th ready after i / n of what can hide them, bytes leave in order and latencies overlap. What is left
+    at the end is decided by the first bucket, if the link has been busy ever since, or by the last, which cannot hide.
+    """
+    transfer = transfer_seconds(workload.exchange, link)
+    latency = latency_seconds(workload.exchange, link, workload.trips_per_round)
+    if workload.num_buckets is None:
+        return max(0.0, transfer + latency - workload.hidden_seconds)
+    share = 1 / workload.num_buckets
+    return max(transfer * share, transfer - (1 - share) * workload.hidden_seconds) + latency
 
 
 def ddp(
@@ -175,6 +239,7 @@ def ddp(
         optimizer_seconds=num_parameters * costs.adamw_ns_per_parameter * 1e-9,
         hidden_seconds=costs.ddp_overlap * BACKWARD_SHARE * compute_seconds,
         trips_per_round=costs.trips_per_round,
+        num_buckets=costs.ddp_buckets,
     )
 
 
@@ -192,7 +257,10 @@ def published_demo(
         method="published DeMo",
         topk=topk,
         values="float32",
-        exchange=ring_all_gather(payload_bytes, num_replicas, PUBLISHED_COLLECTIVES_PER_TENSOR * num_tensors),
+        exchange=replace(
+            ring_all_gather(payload_bytes, num_replicas, PUBLISHED_COLLECTIVES_PER_TENSOR * num_tensors),
+            num_pauses=max(1, num_tensors),
+        ),
         compute_seconds=compute_seconds,
         optimizer_seconds=num_parameters * costs.published_ns_per_parameter * 1e-9,
         trips_per_round=costs.trips_per_round,
@@ -207,8 +275,11 @@ def thinwire_demo(
     num_replicas: int,
     compute_seconds: float,
     costs: DeviceCosts,
+    num_buckets: int = 1,
 ) -> Workload:
-    """Thinwire's DeMo: one all-gather of all payloads after backward; ``overlap=True`` is not modelled."""
+    """Thinwire's DeMo: one all-gather of all payloads after backward, or, with more than one bucket, ``overlap=True``. What
+    encoding costs is not hidden: it takes the device's time wherever it runs."""
+    overlap = costs.ddp_overlap if costs.demo_overlap is None else costs.demo_overlap
     return Workload(
         method="Thinwire DeMo",
         topk=topk,
@@ -216,13 +287,14 @@ def thinwire_demo(
         exchange=ring_all_gather(payload_bytes, num_replicas),
         compute_seconds=compute_seconds,
         optimizer_seconds=num_parameters * costs.demo_ns_per_parameter * 1e-9,
+        hidden_seconds=overlap * BACKWARD_SHARE * compute_seconds if num_buckets > 1 else 0.0,
         trips_per_round=costs.trips_per_round,
+        num_buckets=num_buckets,
     )
 
 
 def predict(workload: Workload, link: Link) -> Prediction:
     """The time of one step on this link."""
-    network = network_seconds(workload.exchange, link, workload.trips_per_round)
     return Prediction(
         method=workload.method,
         topk=workload.topk,
@@ -232,6 +304,6 @@ def predict(workload: Workload, link: Link) -> Prediction:
         received_bytes=workload.exchange.received_bytes,
         compute_seconds=workload.compute_seconds,
         optimizer_seconds=workload.optimizer_seconds,
-        network_seconds=network,
-        exposed_seconds=max(0.0, network - workload.hidden_seconds),
+        network_seconds=network_seconds(workload.exchange, link, workload.trips_per_round),
+        exposed_seconds=exposed_seconds(workload, link),
     )

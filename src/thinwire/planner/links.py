@@ -18,12 +18,16 @@ _SECONDS_PER_UNIT = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μ
 class Link:
     """What joins one replica to the others: a rate per direction, and the time to the other end and back.
 
-    ``payload_share`` is the part of the rate that carries the sender's bytes; the rest is packet headers.
+    ``payload_share`` is the part of the rate that carries the sender's bytes; the rest is packet headers. ``burst_bytes``
+    pass at once after a pause, as a token bucket lets them. ``window_bytes`` may be under way at first after a pause, and
+    twice as many with every round trip: TCP's slow start. Neither plays a part unless it is given.
     """
 
     bits_per_second: float
     round_trip_seconds: float
     payload_share: float = TCP_PAYLOAD_SHARE
+    burst_bytes: float = 0.0
+    window_bytes: float = math.inf
 
     def __post_init__(self) -> None:
         """Refuse a link on which no time can be predicted."""
@@ -31,6 +35,9 @@ class Link:
         _check_range("round_trip_seconds", self.round_trip_seconds, allow_zero=True)
         if not 0 < self.payload_share <= 1:
             raise ValueError(f"payload_share={self.payload_share!r} must be above 0 and at most 1; leave it out for TCP")
+        _check_range("burst_bytes", self.burst_bytes, allow_zero=True)
+        if not self.window_bytes > 0:
+            raise ValueError(f"window_bytes={self.window_bytes!r} must be above 0; leave it out for no slow start")
 
     @property
     def one_way_seconds(self) -> float:

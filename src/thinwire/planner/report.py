@@ -16,6 +16,9 @@ PUBLISHED_TOPK = 32
 # An int64 index and a float32 value.
 PUBLISHED_BYTES_PER_COEFFICIENT = 12
 
+# What the optimizer takes with overlap=True.
+OVERLAPPED_BUCKETS = 8
+
 # The rule of thumb, until studies replace it: docs/planner.md.
 MOST_USEFUL_TOPK = 64
 MOST_NETWORK_SHARE = 0.10
@@ -34,6 +37,7 @@ class Report:
     compute_seconds: float
     device: str
     workloads: tuple[Workload, ...]
+    overlap: bool = False
 
     @property
     def title(self) -> str:
@@ -42,6 +46,7 @@ class Report:
         return (
             f"{self.num_parameters / 1e6:,.4g} M parameters, {replicas}, {format_seconds(self.link.round_trip_seconds)} "
             f"round trip, {format_seconds(self.compute_seconds)} of compute per step ({self.device})"
+            f"{', Thinwire with overlap' if self.overlap else ''}"
         )
 
     @cached_property
@@ -75,6 +80,7 @@ def make_report(
     values: Sequence[str] = ("sign", "sign_scale", "int8", "float32"),
     chunk: int = 64,
     dense_below: int = 4096,
+    overlap: bool = False,
 ) -> Report:
     """Predict one step of every method. Payload sizes are those of the exchange plan, exact to the byte.
 
@@ -90,6 +96,7 @@ def make_report(
         values: value codecs, a row each.
         chunk: edge of the chunks.
         dense_below: tensors with fewer elements take the dense path.
+        overlap: Thinwire's rows are those of ``overlap=True``, in as many buckets as that has.
     """
     check_choice("device", device, DEVICES)
     _check_inputs(num_replicas, compute_seconds, gradient_bytes_per_element, topks, values, chunk, dense_below)
@@ -98,12 +105,13 @@ def make_report(
         raise ValueError("tensors hold no elements; pass the shapes of the trained parameters")
     specs = tuple(replace(spec, group=0) for spec in tensors)
     device_costs = DEVICES[device] if costs is None else costs
-    step = _Step(specs, num_parameters, num_replicas, compute_seconds, device_costs, chunk, dense_below)
+    num_buckets = OVERLAPPED_BUCKETS if overlap else 1
+    step = _Step(specs, num_parameters, num_replicas, compute_seconds, device_costs, chunk, dense_below, num_buckets)
     widths = sorted({gradient_bytes_per_element, 2}, reverse=True)
     workloads = [step.ddp(width) for width in widths]
     workloads.append(step.published())
     workloads += [step.thinwire(topk, name) for topk in topks for name in values]
-    return Report(num_parameters, num_replicas, link, compute_seconds, device, tuple(workloads))
+    return Report(num_parameters, num_replicas, link, compute_seconds, device, tuple(workloads), overlap)
 
 
 @dataclass(frozen=True)
@@ -117,6 +125,7 @@ class _Step:
     costs: DeviceCosts
     chunk: int
     dense_below: int
+    num_buckets: int
 
     def ddp(self, bytes_per_element: int) -> Workload:
         name = DENSE_NAMES[bytes_per_element]
@@ -131,11 +140,13 @@ class _Step:
         )
 
     def thinwire(self, topk: int, values: str) -> Workload:
-        payload = self._plan(topk, values, "adaptive").payload_bytes
-        return thinwire_demo(self.num_parameters, payload, topk, values, self.num_replicas, self.compute_seconds, self.costs)
+        plan = self._plan(topk, values, "adaptive", self.num_buckets)
+        count, size = self.num_parameters, plan.payload_bytes
+        kept = (topk, values, self.num_replicas, self.compute_seconds, self.costs)
+        return thinwire_demo(count, size, *kept, num_buckets=max(1, len(plan.buckets)))
 
-    def _plan(self, topk: int, values: str, layout: str) -> ExchangePlan:
-        return make_plan(self.tensors, [Coding(self.chunk, topk, values, layout, self.dense_below)])
+    def _plan(self, topk: int, values: str, layout: str, num_buckets: int = 1) -> ExchangePlan:
+        return make_plan(self.tensors, [Coding(self.chunk, topk, values, layout, self.dense_below)], num_buckets)
 
 
 def _check_inputs(

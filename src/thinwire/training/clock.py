@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-STEP_PHASES = ("data", "forward and backward", "optimizer", "network")
+STEP_PHASES = ("data", "forward", "backward", "optimizer", "network")
 PHASES = ("set-up", *STEP_PHASES, "evaluation", "checkpoints")
 
 

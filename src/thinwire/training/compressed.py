@@ -32,7 +32,7 @@ from thinwire.training.settings import clip_, own_settings, set_lrs
 class Compressed:
     """A peer on each replica's own gradients, which are clipped before it sees them."""
 
-    state_is_shared = False
+    state_is_shared, waits_in = False, "optimizer"
 
     def __init__(self, config: OptimConfig, model: nn.Module, callable_model: nn.Module, transport: Transport) -> None:
         self.model = callable_model

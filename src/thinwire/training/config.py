@@ -10,6 +10,8 @@ from typing import Literal
 
 from thinwire.core.errors import check_choice, check_float, check_int
 from thinwire.parallel.mesh import parse_mesh
+from thinwire.parallel.shaped import ShapedLink
+from thinwire.planner.link_spec import parse_link
 from thinwire.wire.values import VALUE_CODECS
 
 # The optimizers whose exchange is Thinwire's own; of the others, these exchange something else than averaged gradients.
@@ -238,6 +240,9 @@ class LaunchConfig:
     """With --elastic or --lighthouse: when a replica is lost, go on without it, or stop with a checkpoint."""
     meet_every_seconds: float = 30.0
     """With --elastic or --lighthouse: how often replicas that are back, or new, are let in."""
+    link: str = ""
+    """A link to train as if over, such as 100mbit,20ms (rate, round trip): exchanges are real, but held back until a
+    modelled link would have carried them. Empty: no such thing. Not for NCCL, --mesh, or replicas that come and go."""
     key_file: str = ""
     """File with a key of at least 16 bytes, the same on all replicas, with which they sign what they send each other; only
     for demo and published, and not inside a sharded replica."""
@@ -314,6 +319,7 @@ def check(config: TrainConfig, num_replicas: int) -> None:
     _check_peers(config.optim)
     _check_mesh(config, num_replicas)
     _check_elastic(config, num_replicas)
+    _check_link(config.launch, num_replicas)
     _check_batch(config.schedule, num_replicas)
 
 
@@ -365,6 +371,22 @@ def _check_elastic(config: TrainConfig, num_replicas: int) -> None:
         raise ValueError(f"slot={launch.slot} must be below replicas={num_replicas}")
     if launch.min_replicas > num_replicas:
         raise ValueError(f"min_replicas={launch.min_replicas} must be at most replicas={num_replicas}")
+
+
+def _check_link(launch: LaunchConfig, num_replicas: int) -> None:
+    if not launch.link:
+        return
+    ShapedLink(parse_link(launch.link))
+    if num_replicas == 1:
+        raise ValueError(f"link={launch.link!r} is for two replicas or more: add --replicas 2")
+    if launch.mesh:
+        raise ValueError(
+            f"link={launch.link!r} does not go with mesh={launch.mesh!r}, which also exchanges inside a replica"
+        )
+    if launch.elastic or launch.lighthouse:
+        raise ValueError(f"link={launch.link!r} does not go with replicas that come and go; leave it out")
+    if launch.backend == "nccl":
+        raise ValueError(f"link={launch.link!r} needs backend=gloo: NCCL does not tell the host when an exchange ends")
 
 
 def _check_batch(schedule: ScheduleConfig, num_replicas: int) -> None:

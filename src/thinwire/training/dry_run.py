@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from thinwire.exchange.transport import SoloTransport
 from thinwire.parallel.mesh import MeshShape, parse_mesh
 from thinwire.planner.cost import DEVICES, Workload, ddp, predict, thinwire_demo
+from thinwire.planner.link_spec import parse_link
 from thinwire.planner.links import Link, format_bandwidth, format_bytes, format_seconds
 from thinwire.training.config import DECOUPLED_OPTIMIZERS, PEERS, OptimConfig, TrainConfig
 from thinwire.training.groups import split_hidden, trained
@@ -55,7 +56,7 @@ def describe(config: TrainConfig, num_replicas: int, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    console.print(_time_table(workload, config.schedule.steps))
+    console.print(_time_table(workload, config.schedule.steps, config.launch.link))
 
 
 def memory_bytes(config: OptimConfig, model: nn.Module, mesh: MeshShape) -> dict[str, int]:
@@ -129,6 +130,7 @@ def _workload(
         mesh.replicate,
         compute_seconds,
         costs,
+        num_buckets=len(plan.buckets) if config.overlap else 1,
     )
 
 
@@ -142,15 +144,16 @@ def _memory_table(needs: dict[str, int]) -> Table:
     return table
 
 
-def _time_table(workload: Workload, steps: int) -> Table:
+def _time_table(workload: Workload, steps: int, link: str) -> Table:
     title = f"predicted times, {format_seconds(_ROUND_TRIP_SECONDS)} round trip (the model: docs/planner.md)"
     table = Table(title=title, title_justify="left")
     for name in ("link", "step", "of it network", "whole run"):
         table.add_column(name, justify="right")
-    for bandwidth in _BANDWIDTHS:
-        row = predict(workload, Link(bandwidth, _ROUND_TRIP_SECONDS))
+    links = {format_bandwidth(bandwidth): Link(bandwidth, _ROUND_TRIP_SECONDS) for bandwidth in _BANDWIDTHS}
+    if link:
+        links[f"--link {link}"] = parse_link(link).link
+    for name, each in links.items():
+        row = predict(workload, each)
         whole = format_clock(row.step_seconds * steps)
-        table.add_row(
-            format_bandwidth(bandwidth), format_seconds(row.step_seconds), format_seconds(row.exposed_seconds), whole
-        )
+        table.add_row(name, format_seconds(row.step_seconds), format_seconds(row.exposed_seconds), whole)
     return table

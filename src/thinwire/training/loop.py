@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from thinwire.core.errors import CheckpointError, ExchangeError, TooFewReplicasError
 from thinwire.exchange.signed import choose_transport
 from thinwire.exchange.transport import Elastic, Transport, elastic
-from thinwire.parallel.group import backend_name, join
+from thinwire.parallel.group import backend_name
 from thinwire.parallel.sharding import gather_whole, sharding_of
 from thinwire.training.attendance import Attendance, elastic_transport
 from thinwire.training.checkpoints import Checkpoints, RunState, available_steps, check_model
@@ -45,6 +45,7 @@ from thinwire.training.keys import read_key
 from thinwire.training.methods import Decoupled, Method, build_method, lr_share
 from thinwire.training.models import build_model, loss_of, num_parameters
 from thinwire.training.reporter import Reporter
+from thinwire.training.shaping import join_over, words_for
 from thinwire.training.stopping import StopRequest
 from thinwire.training.text import TextData
 
@@ -82,7 +83,7 @@ def run_replica(job: Job, console: Console) -> Outcome | None:
     if launch.lighthouse:
         transport = choose_transport(elastic_transport(job.config), None, launch.timeout_seconds, key)
     else:
-        transport = join(job.place, device, launch.backend, launch.timeout_seconds)
+        transport = join_over(launch, job.place, device)
         agree_on_key(key is not None, transport)
         transport = choose_transport(transport, None, launch.timeout_seconds, key)
         job = settle_folder(job, transport)
@@ -110,7 +111,7 @@ class Run:
         # Over gloo DeMo waits for the GPU before each exchange anyway, so that waiting a little earlier costs nothing.
         is_decoupled = job.config.optim.optimizer in DECOUPLED_OPTIMIZERS
         has_early_sync = device.type == "cuda" and is_decoupled and transport.num_replicas > 1 and backend_name() == "gloo"
-        self._clock = Clock(torch.cuda.synchronize if has_early_sync else None)
+        self.clock = Clock(torch.cuda.synchronize if has_early_sync else None)
         self._data = load_data(self._config)
         self._elastic = elastic(transport)
         self._attendance: Attendance | None = None
@@ -128,8 +129,8 @@ class Run:
         sizes = (len(self._data.train), self._config.schedule.batch)
         self._order = Order(*sizes, self._number, num_shares, self._config.run.seed)
         if self._elastic is None:
-            checkpoint, self._state = self._find_start()
-            agree(self._config, self._data, self._state.step, transport)
+            checkpoint, self.state = self._find_start()
+            agree(self._config, self._data, self.state.step, transport)
             self._build(checkpoint)
         else:
             self._build_from_what_is_here()
@@ -138,20 +139,20 @@ class Run:
         self._open_stream()
         self._start_reporting(console, stack)
         self._stop = stack.enter_context(StopRequest(job.parent, transport.replica == 0))
-        self._clock.end_set_up()
+        self.clock.end_set_up()
 
     def _open_stream(self) -> None:
-        self._stream = Stream(self._data.train, self._order, self._state.position, self._config.data.workers)
+        self._stream = Stream(self._data.train, self._order, self.state.position, self._config.data.workers)
         self._stack.callback(self._stream.close)
 
     def _begin_attendance(self, transport: Elastic) -> None:
-        method = self._method
+        method = self.method
         assert isinstance(method, Decoupled)
         facts, buffers = common_facts(self._config, self._data), list(self._model.buffers())
         self._attendance = Attendance(transport, method.optimizer, buffers, facts)
-        self._attendance.begin(self._state.step, self._state.position)
+        self._attendance.begin(self.state.step, self.state.position)
         self._attendance.news()
-        self._state = dataclasses.replace(self._state, step=self._attendance.step, position=self._attendance.position)
+        self.state = dataclasses.replace(self.state, step=self._attendance.step, position=self._attendance.position)
 
     def _find_start(self) -> tuple[Path | None, RunState]:
         optimizer, num_replicas = self._config.optim.optimizer, self._transport.num_replicas
@@ -177,14 +178,14 @@ class Run:
             found = self._checkpoints.newest_here()
             if found is None:
                 break
-            self._state = dataclasses.replace(found[1], num_replicas=launch.replicas)
+            self.state = dataclasses.replace(found[1], num_replicas=launch.replicas)
             try:
                 self._build(found[0])
                 return
             except (CheckpointError, OSError) as error:
                 # The others, who go on training, may just have replaced it by a newer one.
                 _log.warning("%s", error)
-        self._state = RunState(0, 0, launch.replicas, optimizer, None, None, 0.0, 0, 0)
+        self.state = RunState(0, 0, launch.replicas, optimizer, None, None, 0.0, 0, 0)
         self._build(None)
 
     def _build(self, checkpoint: Path | None) -> None:
@@ -211,13 +212,13 @@ class Run:
         if self._sharding is not None:
             group, timeout_seconds = self._sharding.between_replicas, self._config.launch.timeout_seconds
             reach = choose_transport(None, group, timeout_seconds, self._key)
-        self._method: Method = build_method(self._config.optim, self._model, self._callable_model, reach)
+        self.method: Method = build_method(self._config.optim, self._model, self._callable_model, reach)
 
     def _restore(self, checkpoint: Path) -> None:
         here, own = self._checkpoints.replicas_here(checkpoint), self._number
         is_exact = self._job.residual == "exact"
         has_own = own in here and is_exact
-        needs_own = not self._method.state_is_shared and is_exact and self._elastic is None
+        needs_own = not self.method.state_is_shared and is_exact and self._elastic is None
         state = self._checkpoints.load_state(checkpoint, own if has_own or needs_own else min(here, default=0))
         if has_own:
             torch.set_rng_state(state["random"])
@@ -225,8 +226,8 @@ class Run:
                 torch.cuda.set_rng_state(state["random_cuda"], self._device)
         for name, buffer in self._model.named_buffers():
             buffer.copy_(state["buffers"][name])
-        if isinstance(self._method, Decoupled) and self._elastic is not None:
-            self._method.load_own(state["optimizer"], has_own)
+        if isinstance(self.method, Decoupled) and self._elastic is not None:
+            self.method.load_own(state["optimizer"], has_own)
             return
         if needs_own:
             states: Iterable[dict[str, Any]] = [state["optimizer"]]
@@ -234,7 +235,7 @@ class Run:
             found = (self._checkpoints.load_state(checkpoint, other)["optimizer"] for other in here)
             states = (optimizer for optimizer in found if optimizer is not None)
         try:
-            self._method.load_state_dict(states, self._job.residual)
+            self.method.load_state_dict(states, self._job.residual)
         except CheckpointError as error:
             advice = "; --residual sum, mean, keep or zero goes on with another mesh or number of replicas"
             raise CheckpointError(f"{error}{advice if is_exact else ''}") from error
@@ -247,7 +248,7 @@ class Run:
             aside.write_text(as_toml(dataclasses.replace(self._config, launch=launch)), encoding="utf-8")
             aside.replace(self._job.folder / "config.toml")
         facts = (self._is_first, self._waits_are_known)
-        self._reporter = Reporter(self._config, self._job.folder, self._state.step, *facts, console)
+        self._reporter = Reporter(self._config, self._job.folder, self.state.step, *facts, console)
         stack.callback(self._reporter.close)
         self._introduce()
 
@@ -271,22 +272,22 @@ class Run:
         if self._sharding is not None:
             shape = self._sharding.shape
             replicas = f"{_count(shape.replicate, 'replica')} of {shape.shard} ranks each"
-        backend += ", signed" if num_replicas > 1 and self._key is not None else ""
+        backend += (", signed" if num_replicas > 1 and self._key is not None else "") + words_for(self._config.launch)
         self._reporter.say(f"{optim.optimizer}{rule}, {replicas} on {self._device.type}{backend}, run in {self._job.folder}")
-        if self._state.step:
+        if self.state.step:
             policy = self._job.residual
             momenta = ", with empty momenta" if policy == "zero" else "" if policy == "exact" else f", momenta by {policy!r}"
-            self._reporter.say(f"going on after step {self._state.step}{momenta}")
+            self._reporter.say(f"going on after step {self.state.step}{momenta}")
 
     def train(self) -> None:
         """Step after step, until all are taken or somebody asks to stop."""
-        journal = Journal(self._transport, self._state.step)
-        if self._state.step == 0 and self._attendance is None:
-            self._evaluate()
+        journal = Journal(self._transport, self.state.step)
+        if self.state.step == 0 and self._attendance is None:
+            self.score()
         is_done = False
         while not is_done:
             try:
-                is_at_end = self._state.step >= self._config.schedule.steps
+                is_at_end = self.state.step >= self._config.schedule.steps
                 is_done = self._look_up(journal) if is_at_end else self._step(journal)
                 continue
             except ExchangeError as error:
@@ -299,19 +300,22 @@ class Run:
 
     def _step(self, journal: Journal) -> bool:
         """One step, and what is due after it; whether the run ends here."""
-        step = self._state.step
-        self._method.start_step(lr_share(self._config.schedule, step))
-        with self._clock.phase("data"):
-            batch = next(self._stream).to(self._device)
-        with self._clock.phase("forward and backward"):
-            loss = self._gradients(batch)
-        with self._clock.phase("optimizer"):
-            self._method.step()
+        loss = self.take_step()
         if self._attendance is not None and self._greet(journal, has_stepped=True):
             return False
         journal.add(loss)
-        self._count_step(step + 1)
+        self.count_step(self.state.step + 1)
         return self._look_up(journal)
+
+    def take_step(self) -> Tensor:
+        """Change the parameters once; the loss before it."""
+        self.method.start_step(lr_share(self._config.schedule, self.state.step))
+        with self.clock.phase("data"):
+            batch = next(self._stream).to(self._device)
+        loss = self._gradients(batch)
+        with self.clock.phase("optimizer"):
+            self.method.step()
+        return loss
 
     def _greet(self, journal: Journal, has_stepped: bool) -> bool:
         """If replicas have come or gone: take note of it. Whether this one has nothing more to do for this step, since it
@@ -324,16 +328,16 @@ class Run:
         self._reporter.appoint(self._is_first, self._attendance.step)
         if is_copy:
             position = self._attendance.position
-            self._state = dataclasses.replace(self._state, step=self._attendance.step, position=position)
+            self.state = dataclasses.replace(self.state, step=self._attendance.step, position=position)
             self._stream.close()
             self._open_stream()
-        self._reporter.say(f"{members} replicas after step {self._state.step}{f', without {lost}' if lost else ''}")
+        self._reporter.say(f"{members} replicas after step {self.state.step}{f', without {lost}' if lost else ''}")
         if lost and self._config.launch.on_loss == "stop":
             self._stop.ask()
         has_caught_up = has_stepped and not is_copy and not self._attendance.has_moved
         if has_caught_up:
-            self._count_step(self._state.step + 1)
-        journal.restart(self._state.step)
+            self.count_step(self.state.step + 1)
+        journal.restart(self.state.step)
         return is_copy or has_caught_up
 
     def _gradients(self, batch: Batch) -> Tensor:
@@ -342,29 +346,30 @@ class Run:
         parts = [Batch(*pair) for pair in zip(batch.inputs.split(size), batch.targets.split(size), strict=True)]
         total = torch.zeros((), device=self._device)
         for place, part in enumerate(parts):
-            with nullcontext() if place == len(parts) - 1 else self._method.accumulating():
-                with self._autocast():
-                    loss, _ = loss_of(self._method.model, part)
-                (loss / len(parts)).backward()
+            with nullcontext() if place == len(parts) - 1 else self.method.accumulating():
+                with self.clock.phase("forward"), self._autocast():
+                    loss, _ = loss_of(self.method.model, part)
+                with self.clock.phase("backward"):
+                    (loss / len(parts)).backward()
             total += loss.detach() / len(parts)
-        self._method.after_backward(self._config.optim.clip)
+        with self.clock.phase("backward"):
+            self.method.after_backward(self._config.optim.clip)
         return total
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.model.precision == "bfloat16")
 
-    def _count_step(self, step: int) -> None:
+    def count_step(self, step: int) -> None:
         """Count the step, and what of its time and bytes was the network's."""
-        traffic = self._method.traffic.last_step
+        traffic = self.method.traffic.last_step
         if self._waits_are_known:
-            source = "forward and backward" if self._method.state_is_shared else "optimizer"
-            self._clock.move(traffic.wait_seconds, source, "network")
-        self._state = dataclasses.replace(
-            self._state,
+            self.clock.move(traffic.wait_seconds, self.method.waits_in, "network")
+        self.state = dataclasses.replace(
+            self.state,
             step=step,
             position=self._stream.position,
-            sent_bytes=self._state.sent_bytes + traffic.sent_bytes,
-            received_bytes=self._state.received_bytes + traffic.received_bytes,
+            sent_bytes=self.state.sent_bytes + traffic.sent_bytes,
+            received_bytes=self.state.received_bytes + traffic.received_bytes,
         )
         if self._attendance is not None:
             self._attendance.count(step, self._stream.position)
@@ -374,35 +379,35 @@ class Run:
         """DDP's exchange, and NCCL's, run beside the GPU's other work: nothing says how much of that was waiting."""
         if self._transport.num_replicas == 1 or self._device.type == "cpu":
             return True
-        return not self._method.state_is_shared and backend_name() == "gloo"
+        return self.method.waits_in == "optimizer" and backend_name() == "gloo"
 
     def _look_up(self, journal: Journal) -> bool:
         """Between two steps: exchange news, evaluate and save where it is time to. True: the run ends here."""
-        run, step = self._config.run, self._state.step
+        run, step = self._config.run, self.state.step
         is_last = step >= self._config.schedule.steps
         evaluates = is_last or step % run.eval_every == 0
         saves = is_last or (run.checkpoint_every > 0 and step % run.checkpoint_every == 0)
         if not (journal.is_due or evaluates or saves):
             return False
         # Reading the losses waits for a GPU that is still computing.
-        with self._clock.phase("network" if self._device.type == "cpu" else "forward and backward"):
+        with self.clock.phase("network" if self._device.type == "cpu" else "backward"):
             news = journal.exchange(self._stop.is_asked)
         is_text = isinstance(self._data, TextData)
         units = (self._config.data.sequence, "tokens") if is_text else (1, "images")
-        self._reporter.news(news, self._method.traffic.last_step, self._clock, *units)
+        self._reporter.news(news, self.method.traffic.last_step, self.clock, *units)
         if evaluates or saves or news.stop:
-            with self._clock.phase("optimizer"):
-                self._method.drain()
-        is_best = evaluates and self._evaluate()
+            with self.clock.phase("optimizer"):
+                self.method.drain()
+        is_best = evaluates and self.score()
         if saves or is_best or news.stop:
-            with self._clock.phase("checkpoints"):
+            with self.clock.phase("checkpoints"):
                 self._save(is_best, is_needed=self._attendance is None or is_last or news.stop)
         return news.stop or is_last
 
-    def _evaluate(self) -> bool:
+    def score(self) -> bool:
         """Score the model; whether it is the best so far."""
         schedule = self._config.schedule
-        with self._clock.phase("evaluation"):
+        with self.clock.phase("evaluation"):
             score = evaluate(
                 self._callable_model,
                 self._data.validation,
@@ -412,15 +417,15 @@ class Run:
                 self._device,
                 self._autocast(),
             )
-        best = self._state.best_loss
-        is_best = self._state.step > 0 and (best is None or score.loss < best)
-        self._state = dataclasses.replace(self._state, loss=score.loss, best_loss=score.loss if is_best else best)
-        self._reporter.evaluation(self._state.step, score)
+        best = self.state.best_loss
+        is_best = self.state.step > 0 and (best is None or score.loss < best)
+        self.state = dataclasses.replace(self.state, loss=score.loss, best_loss=score.loss if is_best else best)
+        self._reporter.evaluation(self.state.step, score)
         return is_best
 
     def _save(self, is_best: bool, is_needed: bool) -> None:
-        elapsed = self._state.elapsed_seconds + self._clock.elapsed_seconds
-        state = dataclasses.replace(self._state, elapsed_seconds=elapsed)
+        elapsed = self.state.elapsed_seconds + self.clock.elapsed_seconds
+        state = dataclasses.replace(self.state, elapsed_seconds=elapsed)
         # All ranks take part in gathering, and rank 0 alone in writing.
         self._whole = gather_whole(self._model) if self._sharding is not None else None
         attempts = _LAST_SAVE_ATTEMPTS if is_needed and self._attendance is not None else 1
@@ -438,9 +443,9 @@ class Run:
 
     def _replica_state(self) -> dict[str, Any]:
         # Where all replicas have the same optimizer state, one copy per disk is enough.
-        is_copy = self._method.state_is_shared and not self._checkpoints.is_keeper
+        is_copy = self.method.state_is_shared and not self._checkpoints.is_keeper
         return {
-            "optimizer": None if is_copy else self._method.state_dict(),
+            "optimizer": None if is_copy else self.method.state_dict(),
             "buffers": dict(self._model.named_buffers()),
             "random": torch.get_rng_state(),
             "random_cuda": torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
@@ -464,15 +469,15 @@ class Run:
 
     def outcome(self) -> Outcome:
         """How it ended."""
-        elapsed = self._state.elapsed_seconds + self._clock.elapsed_seconds
+        elapsed = self.state.elapsed_seconds + self.clock.elapsed_seconds
         return Outcome(
             job=self._job,
             model=self._reported_model(),
             data=self._data,
             device=self._device if self._sharding is None else torch.device("cpu"),
-            state=dataclasses.replace(self._state, elapsed_seconds=elapsed),
-            seconds=self._clock.table(),
-            is_finished=self._state.step >= self._config.schedule.steps,
+            state=dataclasses.replace(self.state, elapsed_seconds=elapsed),
+            seconds=self.clock.table(),
+            is_finished=self.state.step >= self._config.schedule.steps,
             stop_signal=self._stop.signal_number,
             is_first=self._is_first,
         )

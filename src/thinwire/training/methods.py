@@ -14,6 +14,7 @@ from thinwire.exchange.transport import Transport
 from thinwire.optimizer import DeMo
 from thinwire.parallel.dense import HOOKS, AveragedModel
 from thinwire.parallel.power_sgd import PowerSGD
+from thinwire.parallel.shaped import ShapedLink, link_of
 from thinwire.redistribution import assemble
 from thinwire.training.compressed import Compressed
 from thinwire.training.config import DECOUPLED_OPTIMIZERS, PEERS, OptimConfig, ScheduleConfig
@@ -31,6 +32,8 @@ class Method(Protocol):
     traffic: Traffic
     state_is_shared: bool
     """Whether all replicas have the same optimizer state, so that one copy of it is enough."""
+    waits_in: str
+    """The phase in which it waits for the others: backward or optimizer."""
 
     def start_step(self, lr_share: float) -> None:
         """Called first in a step: makes every learning rate this share of its peak."""
@@ -68,7 +71,7 @@ def build_method(config: OptimConfig, model: nn.Module, callable_model: nn.Modul
         return Decoupled(config, model, callable_model, transport)
     if config.optimizer in PEERS:
         return Compressed(config, model, callable_model, transport)
-    return Averaged(config, model, callable_model, transport.num_replicas)
+    return Averaged(config, model, callable_model, transport.num_replicas, link_of(transport))
 
 
 def lr_share(config: ScheduleConfig, step: int) -> float:
@@ -85,7 +88,7 @@ def lr_share(config: ScheduleConfig, step: int) -> float:
 class Decoupled:
     """DeMo: each replica's own gradients, and what it exchanges is the optimizer's affair."""
 
-    state_is_shared = False
+    state_is_shared, waits_in = False, "optimizer"
 
     def __init__(self, config: OptimConfig, model: nn.Module, callable_model: nn.Module, transport: Transport) -> None:
         self.model = callable_model
@@ -156,9 +159,16 @@ class Decoupled:
 class Averaged:
     """Any optimizer of torch's kind, on gradients averaged by DDP; alone, without DDP."""
 
-    state_is_shared = True
+    state_is_shared, waits_in = True, "backward"
 
-    def __init__(self, config: OptimConfig, model: nn.Module, callable_model: nn.Module, num_replicas: int) -> None:
+    def __init__(
+        self,
+        config: OptimConfig,
+        model: nn.Module,
+        callable_model: nn.Module,
+        num_replicas: int,
+        link: ShapedLink | None = None,
+    ) -> None:
         self.model = callable_model
         self._averaged: AveragedModel | None = None
         self._power_sgd: PowerSGD | None = None
@@ -171,7 +181,7 @@ class Averaged:
                 self._power_sgd = PowerSGD(model, config.rank, config.dense_steps)
                 self.state_is_shared = False
             hook = self._power_sgd or HOOKS.get(config.optimizer)
-            self._averaged = AveragedModel(callable_model, next(model.parameters()).device, hook)
+            self._averaged = AveragedModel(callable_model, next(model.parameters()).device, hook, link)
             self.model = self._averaged
         self.traffic = self._averaged.traffic if self._averaged else Traffic()
         self._optimizers = _averaged_optimizers(config, model)

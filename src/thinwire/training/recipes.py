@@ -37,6 +37,17 @@ def gpt_small(optimizer: str) -> TrainConfig:
     )
 
 
+def gpt_10m(optimizer: str) -> TrainConfig:
+    """A byte-level language model of 10 million parameters: what `thinwire lab compare` trains on every link."""
+    return TrainConfig(
+        model=ModelConfig(architecture="llama", layers=8, width=320, heads=5, mlp_width=896),
+        data=DataConfig(dataset="stdlib", sequence=128),
+        optim=_optim(optimizer, demo=OptimConfig(lr=4e-2, update="muon", topk=64, momentum_decay=0.95)),
+        schedule=ScheduleConfig(steps=500, batch=16, warmup_steps=30),
+        run=RunConfig(eval_every=25, eval_examples=256, checkpoint_every=0),
+    )
+
+
 def paper_300m(optimizer: str) -> TrainConfig:
     """The paper's OLMo of 320 million parameters, with its hyper-parameters; --dataset names your GPT-2 style shards."""
     return _paper(1024, optimizer)
@@ -129,6 +140,7 @@ OPTIMIZERS = ("demo", *_LEARNING_RATES)
 RECIPES: dict[str, Recipe] = {
     "quickstart": quickstart,
     "gpt-small": gpt_small,
+    "gpt-10m": gpt_10m,
     "paper-300m": paper_300m,
     "paper-1b": paper_1b,
     "vit": vit,

@@ -84,7 +84,7 @@ def _print(summary: dict[str, Any], sample: str, console: Console, folder: Path)
         highlight=False,
     )
     console.print(_byte_table(summary))
-    console.print(_time_table(summary["seconds"]))
+    console.print(_time_table(summary["seconds"], summary["settings"]["launch"]["link"]))
     if sample:
         # A model that has not learned much writes control characters, which a terminal would obey.
         harmless = "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in sample)
@@ -110,13 +110,14 @@ def _byte_table(summary: dict[str, Any]) -> Table:
     return table
 
 
-def _time_table(seconds: dict[str, float]) -> Table:
+def _time_table(seconds: dict[str, float], link: str) -> Table:
     table = Table(title="where the time went", title_justify="left")
     for name in ("", "seconds", "share"):
         table.add_column(name, justify="left" if not name else "right")
     total = sum(seconds.values())
     for name, spent in seconds.items():
-        table.add_row(name, f"{spent:.1f}", f"{spent / total:.0%}")
+        label = f"{name} ({link}: a model)" if link and name == "network" else name
+        table.add_row(label, f"{spent:.1f}", f"{spent / total:.0%}")
     return table
 
 

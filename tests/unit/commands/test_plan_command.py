@@ -52,9 +52,21 @@ def test_the_command_prints_a_table_an_advice_and_a_figure(tmp_path: Path, capsy
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_link_in_one_word_and_overlap(capsys: pytest.CaptureFixture[str]) -> None:
+    question = ["plan", "26M", "--compute", "0.5s", "--replicas", "4"]
+    assert run([*question, "--bandwidth", "10Mbit", "--round-trip", "40ms"]) == 0
+    plain = capsys.readouterr().out
+    assert run([*question, "--link", "10mbit,40ms"]) == 0
+    assert capsys.readouterr().out == plain
+    assert run([*question, "--link", "10mbit,40ms", "--overlap"]) == 0
+    assert "Thinwire with overlap" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["320M", "--compute", "1s", "--link", "1gbit", "--bandwidth=1Gbit"], "leave --bandwidth out"),
+        (["320M", "--compute", "1s", "--link", "1gbit,jitter=1ms"], "the planner knows no jitter and no loss"),
         (["320M", "--compute", "fast"], "--compute"),
         (["320M", "--compute", "1s", "--bandwidth", "-3"], "--bandwidth"),
         (["320M", "--compute", "1s", "--round-trip", "1 week"], "--round-trip"),

@@ -14,6 +14,7 @@ from thinwire.planner.cost import (
     ring_all_gather,
     ring_all_reduce,
     thinwire_demo,
+    transfer_seconds,
 )
 from thinwire.planner.links import Link
 
@@ -66,6 +67,58 @@ def test_demo_by_hand() -> None:
     assert row.step_seconds == pytest.approx(3.0 + 0.01 + 0.09)
     assert row.network_share == pytest.approx(0.09 / 3.01)
     assert row.label == "Thinwire DeMo, k=32, sign"
+
+
+def overlapped(transfer: float, window: float, num_buckets: int) -> float:
+    """The exposed seconds of DeMo in buckets, on a link without latency."""
+    costs = DeviceCosts(0.0, 0.0, 0.0, ddp_overlap=0.0, demo_overlap=1.0)
+    link = Link(8e6, 0.0, payload_share=1.0)
+    workload = thinwire_demo(0, round(transfer * 1e6), 32, "sign", 2, 1.5 * window, costs, num_buckets)
+    return predict(workload, link).exposed_seconds
+
+
+def test_overlap_by_hand() -> None:
+    # 0.5 s of exchange behind 1 s of backward: the last of eight buckets is left.
+    assert overlapped(0.5, 1.0, 8) == pytest.approx(0.0625)
+    # 4 s behind 1 s: the link is busy from 1/8 s on, and 7/8 s of it hides.
+    assert overlapped(4.0, 1.0, 8) == pytest.approx(4 - 7 / 8)
+    assert overlapped(4.0, 1.0, 1) == 4.0
+    costs = DeviceCosts(0.0, 0.0, 0.0, ddp_overlap=0.5)
+    row = predict(thinwire_demo(1_000_000, 400_000, 32, "sign", 2, 3.0, costs, 4), BYTE_PER_MICROSECOND)
+    assert row.exposed_seconds == pytest.approx(0.1 + 0.02), "the latency of the last bucket shows; it hides as DDP does"
+
+
+def test_ddp_with_a_number_of_buckets_cannot_hide_the_last() -> None:
+    best, real = (DeviceCosts(0.0, 0.0, 0.0, ddp_overlap=1.0, ddp_buckets=buckets) for buckets in (None, 10))
+    rows = [predict(ddp(1_000_000, 4, "fp32", 2, 30.0, costs), BYTE_PER_MICROSECOND) for costs in (best, real)]
+    assert [row.exposed_seconds for row in rows] == [0.0, pytest.approx(0.4 + 0.04)]
+
+
+@given(transfer=st.floats(0.001, 100.0), window=st.floats(0.0, 100.0), num_buckets=st.integers(1, 40))
+def test_buckets_one_after_the_other(transfer: float, window: float, num_buckets: int) -> None:
+    free_at = 0.0
+    for bucket in range(1, num_buckets + 1):
+        free_at = max(free_at, bucket * window / num_buckets) + transfer / num_buckets
+    assert overlapped(transfer, window, num_buckets) == pytest.approx(free_at - window, rel=1e-3, abs=1e-5)
+
+
+def test_bursts_pass_at_once_and_a_slow_start_takes_round_trips() -> None:
+    plain = Exchange(10**6, 10**6, 1, num_pauses=2)
+    bucket = Link(8e6, 0.1, payload_share=1.0, burst_bytes=300_000)
+    assert transfer_seconds(plain, bucket) == pytest.approx(0.4)
+    assert transfer_seconds(Exchange(1, 1, 1), bucket) == 0.0
+    # The link holds 100 kB: windows of 10, 20, 40 and 80 kB are sent in a round trip each instead of 10 to 80 ms.
+    slow = Link(8e6, 0.1, payload_share=1.0, window_bytes=10_000)
+    extra = 4 * 0.1 - 0.150
+    assert transfer_seconds(Exchange(1, 10**6, 1), slow) == pytest.approx(1.0 + extra)
+    assert transfer_seconds(plain, slow) == pytest.approx(1.0 + 2 * extra)
+    assert transfer_seconds(Exchange(1, 10_000, 1), slow) == pytest.approx(0.01), "what the first window holds does not wait"
+    two = Exchange(1, 2, 3, 4) + Exchange(10, 20, 30, 40)
+    assert two == Exchange(11, 22, 33, 44)
+    with pytest.raises(ValueError, match="window_bytes=0"):
+        Link(8e6, 0.1, window_bytes=0)
+    with pytest.raises(ValueError, match="burst_bytes=-1"):
+        Link(8e6, 0.1, burst_bytes=-1)
 
 
 def test_the_published_code_pays_the_latency_of_every_tensor_twice() -> None:
@@ -127,9 +180,11 @@ def test_more_replicas_cost_more_and_overlap_costs_less(num_replicas: int, overl
     ("change", "complaint"),
     [
         ({"ddp_overlap": 1.5}, "ddp_overlap=1.5 must be from 0"),
+        ({"demo_overlap": -0.5}, "demo_overlap=-0.5 must be from 0"),
         ({"adamw_ns_per_parameter": -1.0}, "adamw_ns_per_parameter=-1.0"),
         ({"demo_ns_per_parameter": float("nan")}, "demo_ns_per_parameter=nan"),
         ({"trips_per_round": 3}, "trips_per_round=3 must be 1 or 2"),
+        ({"ddp_buckets": 0}, "ddp_buckets=0 must be at least 1"),
     ],
 )
 def test_senseless_costs_are_refused(change: dict[str, float], complaint: str) -> None:

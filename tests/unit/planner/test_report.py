@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from thinwire.exchange.plan import Coding, TensorSpec, make_plan
-from thinwire.optimizer import DEFAULT_DENSE_BELOW
+from thinwire.optimizer import DEFAULT_DENSE_BELOW, DEFAULT_OVERLAPPED_BUCKETS
 from thinwire.planner.cost import DEVICES, DeviceCosts
 from thinwire.planner.figure import draw
 from thinwire.planner.links import Link
-from thinwire.planner.report import Report, make_report, recommend, tensors_from_count
+from thinwire.planner.report import OVERLAPPED_BUCKETS, Report, make_report, recommend, tensors_from_count
 from thinwire.planner.table import print_report
 
 SPECS = [TensorSpec("w", (256, 640), "torch.float32", 3), TensorSpec("b", (640,), "torch.float32", 1)]
@@ -51,6 +51,26 @@ def test_the_default_of_dense_below_is_the_optimizers() -> None:
     default = make_report(SPECS, 2, Link(1e8, 0.0), 0.1)
     assert default == make_report(SPECS, 2, Link(1e8, 0.0), 0.1, dense_below=DEFAULT_DENSE_BELOW)
     assert default != make_report(SPECS, 2, Link(1e8, 0.0), 0.1, dense_below=0)
+
+
+def test_overlap_hides_most_of_the_exchange_and_adds_a_header_per_bucket() -> None:
+    assert OVERLAPPED_BUCKETS == DEFAULT_OVERLAPPED_BUCKETS
+    options = {"topks": (32,), "values": ("sign",), "bits_per_second": 1e9, "compute_seconds": 2.0}
+    late, early = (report_of(**options, overlap=overlap).predictions[-1] for overlap in (False, True))
+    assert early.sent_bytes == late.sent_bytes + 7 * 64
+    assert late.exposed_seconds == late.network_seconds
+    latency = 7 * 0.001
+    assert early.exposed_seconds == pytest.approx((early.network_seconds - latency) / 8 + latency)
+    assert report_of(1e9, overlap=True).title.endswith("Thinwire with overlap")
+    assert report_of(1e9, overlap=True).predictions[:3] == report_of(1e9).predictions[:3], "the others are as before"
+
+
+def test_the_docs_example_of_overlap() -> None:
+    document = (Path(__file__).parents[3] / "docs" / "planner.md").read_text()
+    options = {"topks": (32,), "values": ("sign",)}
+    model, link = tensors_from_count(10**9), Link(1e9, 0.02)
+    late, early = (make_report(model, 8, link, 1.0, **options, overlap=on).predictions[-1] for on in (False, True))
+    assert f"{late.exposed_seconds:.2f} s exposed without overlap, {early.exposed_seconds:.2f} s with" in document
 
 
 def test_costs_can_be_replaced_and_the_link_exchanged() -> None:

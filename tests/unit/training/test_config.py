@@ -122,6 +122,12 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ({"mesh": "shard=2", "optimizer": "diloco"}, 2, "mesh with shard=2 is for optimizer=demo, not for diloco"),
         ({"elastic": True, "optimizer": "signsgd"}, 2, "can come and go with optimizer=demo, not with signsgd"),
         ({"key_file": "key", "optimizer": "dgc"}, 2, "key_file cannot sign what optimizer=dgc exchanges"),
+        ({"link": "100mbit"}, 1, "link='100mbit' is for two replicas or more"),
+        ({"link": "fast"}, 2, "link='fast' is not a number with kbit"),
+        ({"link": "1gbit,20ms,loss=1%"}, 2, "link='1gbit,20ms,loss=1%': a modelled link knows no jitter and no loss"),
+        ({"link": "1gbit", "mesh": "replicate=2"}, 2, "link='1gbit' does not go with mesh='replicate=2'"),
+        ({"link": "1gbit", "elastic": True}, 2, "link='1gbit' does not go with replicas that come and go"),
+        ({"link": "1gbit", "backend": "nccl"}, 2, "link='1gbit' needs backend=gloo"),
     ],
 )
 def test_values_that_cannot_work(changes: dict[str, object], replicas: int, words: str) -> None:

@@ -72,6 +72,12 @@ def test_it_says_what_a_run_would_need(name: str, optimizer: str) -> None:
     assert re.search(r"together\s*│\s*[\d.]+ [kM]B", text)
 
 
+def test_a_link_of_ones_own_has_a_row() -> None:
+    out, config = io.StringIO(), build("quickstart")
+    describe(replace(config, launch=replace(config.launch, link="3mbit,80ms")), 2, Console(file=out, width=120))
+    assert re.search(r"--link 3mbit,80ms │ [\d.]+ m?s", out.getvalue())
+
+
 def test_shards_have_their_own_vocabulary() -> None:
     config = build("quickstart")
     config = replace(config, data=replace(config.data, dataset="somewhere.bin"))

@@ -13,6 +13,7 @@ from thinwire.parallel.place import Place
 from thinwire.training.config import DataConfig, TrainConfig
 from thinwire.training.errors import TrainingError
 from thinwire.training.job import Job, agree, agree_on_key, lock, settle_folder
+from thinwire.training.shaping import agree_on_link
 from thinwire.training.text import load_text
 
 
@@ -89,6 +90,16 @@ def test_all_or_none_have_a_key() -> None:
         return str(error.value)
 
     assert run_replicas(work, 3) == ["of replicas 0 and 2 one was started with --key-file and the other without"] * 3
+
+
+def test_all_have_the_same_link() -> None:
+    def work(transport: Transport) -> str:
+        agree_on_link("10mbit", transport)
+        with pytest.raises(AgreementError) as error:
+            agree_on_link("10mbit" if transport.replica < 2 else "", transport)
+        return str(error.value)
+
+    assert run_replicas(work, 3) == ["replicas 0 and 2 were started with different values of --link"] * 3
 
 
 def test_one_run_at_a_time_in_a_folder(tmp_path: Path) -> None:

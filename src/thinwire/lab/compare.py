@@ -1,0 +1,133 @@
+"""Every method on every link: starts the workers in their hosts, changes the links between steps, writes rows down.
+
+Processes start once per number of hosts and method; the links change while they wait between two steps, so that all links
+see the same connections, model and machine.
+"""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from thinwire.lab import rows
+from thinwire.lab.errors import LabError
+from thinwire.lab.methods import LabMethod
+from thinwire.lab.network import Network
+from thinwire.lab.rows import Cell
+from thinwire.lab.verify import Row, verify
+from thinwire.lab.workers import Workers
+from thinwire.planner.link_spec import LinkSpec
+
+_STEP_DEADLINE_SECONDS = 900.0
+# A first step that took this long is measured, too: cold caches and a sleeping connection are a small part of it.
+_LONG_SECONDS = 5.0
+_WARM_UP_STEPS = 3
+_VERIFICATIONS = 3
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What to measure. ``most_seconds``: a cell measures no further steps after that time."""
+
+    recipe: str
+    methods: dict[str, LabMethod]
+    num_hosts: tuple[int, ...]
+    links: tuple[LinkSpec, ...]
+    num_steps: int = 3
+    most_seconds: float = 20.0
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def keys(self) -> list[tuple[int, str, str]]:
+        """All cells, in the order in which they are measured."""
+        return [(hosts, str(link), name) for hosts in self.num_hosts for name in self.methods for link in self.links]
+
+
+Progress = Callable[[str, int], None]
+"""Told what is being done, and how many cells are done."""
+
+
+def run(comparison: Comparison, path: Path, progress: Progress) -> list[Cell]:
+    """Measure what ``path`` does not hold yet; returns all rows of the comparison."""
+    wanted = set(comparison.keys())
+    done = {cell.key for cell in rows.read(path) if not cell.error} & wanted
+    progress("", len(done))
+    for num_hosts in comparison.num_hosts:
+        if all(key in done for key in wanted if key[0] == num_hosts):
+            continue
+        will_delay = any(link.is_delayed for link in comparison.links)
+        with Network([LinkSpec()] * num_hosts, will_delay=will_delay) as network:
+            for name, method in comparison.methods.items():
+                links = [link for link in comparison.links if (num_hosts, str(link), name) not in done]
+                if links:
+                    _measure_method(comparison, network, num_hosts, name, method, links, path, done, progress)
+    return [cell for cell in rows.read(path) if cell.key in wanted]
+
+
+def _measure_method(
+    comparison: Comparison,
+    network: Network,
+    num_hosts: int,
+    name: str,
+    method: LabMethod,
+    links: Sequence[LinkSpec],
+    path: Path,
+    done: set[tuple[int, str, str]],
+    progress: Progress,
+) -> None:
+    """All links of one method; what goes wrong is a row, and the next method's turn."""
+    method = dataclasses.replace(method, changes={**method.changes, **comparison.changes})
+    num_threads = max(1, len(os.sched_getaffinity(0)) // num_hosts)
+    config = method.lab_config(comparison.recipe, num_hosts, num_threads)
+    blank = Cell(num_hosts, "", name, dataclasses.asdict(config.optim), period=method.period)
+    network.reshape([LinkSpec()] * num_hosts)
+    progress(f"{num_hosts} hosts, {name}: starting", len(done))
+    left = list(links)
+    try:
+        with Workers(network, num_hosts, config) as workers:
+            blank = dataclasses.replace(blank, num_parameters=workers.num_parameters)
+            workers.ask({"steps": _WARM_UP_STEPS}, _STEP_DEADLINE_SECONDS)
+            while left:
+                progress(f"{num_hosts} hosts, {name}, {left[0]}", len(done))
+                cell = _measure_link(comparison, network, workers, method, left[0], blank)
+                rows.append(path, cell)
+                done.add(cell.key)
+                left.pop(0)
+    except LabError as error:
+        for link in left:
+            rows.append(path, dataclasses.replace(blank, link=str(link), error=str(error)))
+
+
+def _measure_link(
+    comparison: Comparison, network: Network, workers: Workers, method: LabMethod, link: LinkSpec, blank: Cell
+) -> Cell:
+    """Shape, verify, let it settle, measure."""
+    network.reshape([link] * blank.num_hosts)
+    verified = _verify(network)
+    measured: list[list[dict[str, Any]]] = [[] for _ in range(blank.num_hosts)]
+    spent, is_settled = 0.0, False
+    while not measured[0] or (len(measured[0]) < comparison.num_steps and spent < comparison.most_seconds):
+        answers = workers.ask({"steps": method.measured_period}, _STEP_DEADLINE_SECONDS)
+        took = sum(step["seconds"] for step in answers[0]["steps"])
+        spent += took
+        if is_settled or took > _LONG_SECONDS:
+            for host, answer in enumerate(answers):
+                measured[host] += answer["steps"]
+        is_settled = True
+    return dataclasses.replace(
+        blank,
+        link=str(link),
+        **rows.summarise(measured, method.period),
+        measured_bits=min((row.rate_bits for row in verified if row.rate_bits is not None), default=None),
+        measured_round_trip=max(row.round_trip_seconds for row in verified),
+    )
+
+
+def _verify(network: Network) -> list[Row]:
+    """A busy machine deserves a second look, and a third."""
+    for _ in range(_VERIFICATIONS - 1):
+        with contextlib.suppress(LabError):
+            return verify(network)
+    return verify(network)

@@ -1,0 +1,21 @@
+"""``thinwire train --link``: it says that the link is a model, and waits at least as long as that."""
+
+import json
+from pathlib import Path
+
+from tests.cli import TINY, thinwire
+from thinwire.planner.cost import network_seconds, ring_all_gather
+from thinwire.planner.link_spec import parse_link
+
+STEPS = 6
+
+
+def test_a_run_over_a_modelled_link(tmp_path: Path) -> None:
+    options = ["--replicas", "2", "--link", "10mbit,40ms", "--steps", str(STEPS), "--out", "run"]
+    done = thinwire("train", "quickstart", *TINY, *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "over gloo, held back as over 10 Mbit/s, 40 ms: a model, not a measurement" in done.stdout
+    assert "network (10mbit,40ms: a model)" in done.stdout
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    exchange = ring_all_gather(round(summary["sent_bytes_per_step"]), 2)
+    assert summary["seconds"]["network"] >= STEPS * network_seconds(exchange, parse_link("10mbit,40ms").link, 2)

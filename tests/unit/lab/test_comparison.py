@@ -1,0 +1,119 @@
+"""What a comparison writes down, and what it makes of it; the measuring itself is tested in real namespaces."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from thinwire.lab import rows
+from thinwire.lab.losses import Curve, best_curves, read_curves, seconds_to
+from thinwire.lab.methods import METHODS, choose
+from thinwire.lab.rows import Cell, summarise
+from thinwire.lab.table import summary
+from thinwire.lab.worker import read_interface
+from thinwire.training.config import check
+from thinwire.training.config_file import as_toml
+
+
+def step(seconds: float, speaks: bool = True, **changes: float) -> dict[str, float]:
+    parts = {"data": 0.0, "forward": 0.3, "backward": 0.5, "encode": 0.05, "exposed": 0.1, "apply": 0.04, "other": 0.01}
+    counts = {"meter_sent": 100, "meter_received": 300, "sent": 400, "sent_packets": 2, "received": 500}
+    rest = {"received_packets": 3, "hidden": 0.2, "num_exchanges": int(speaks)}
+    return {"seconds": seconds, **parts, **counts, **rest, **changes}
+
+
+def cell(**changes: object) -> Cell:
+    found = summarise([[step(1.0), step(1.2), step(5.0)], [step(1.0), step(1.0), step(5.0)]], 1)
+    return replace(Cell(2, "10mbit", "demo", measured_bits=9.6e6, **found), **changes)  # type: ignore[arg-type]
+
+
+def test_a_cell_has_the_median_step_and_mean_parts() -> None:
+    found = cell()
+    assert (found.num_steps, found.seconds, found.least_seconds, found.most_seconds) == (3, pytest.approx(1.1), 1.0, 5.0)
+    assert found.not_compute == pytest.approx(0.2)
+    assert found.received_payload == 500 - 3 * 66
+
+
+def test_rare_exchanges_are_weighted_by_their_period() -> None:
+    quiet = {"meter_received": 0.0}
+    found = summarise([[step(1.0, False, **quiet), step(1.0, False, **quiet), step(9.0)]], 8)
+    assert found["seconds"] == pytest.approx((9.0 + 7 * 1.0) / 8)
+    assert found["meter_received"] == pytest.approx(300 / 8)
+
+
+def test_rows_survive_an_interruption_and_the_last_of_a_kind_counts(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    assert rows.read(path) == []
+    rows.append(path, cell(error="host 1 died"))
+    rows.append(path, cell())
+    rows.append(path, cell(link="100mbit"))
+    with path.open("a") as file:
+        file.write('{"num_hosts": 2, "lin')
+    found = rows.read(path)
+    assert [one.key for one in found] == [(2, "10mbit", "demo"), (2, "100mbit", "demo")]
+    assert found[0] == cell()
+
+
+def test_the_time_to_a_loss_is_steps_times_seconds(tmp_path: Path) -> None:
+    curve = Curve("demo", 1e-3, ((0, 5.0), (10, 3.0), (20, 2.0)), (2.0,))
+    assert curve.steps_to(2.5) == pytest.approx(15.0)
+    assert curve.steps_to(5.5) == 0.0
+    assert curve.steps_to(1.0) is None
+    assert seconds_to(curve, cell(), 2.5) == pytest.approx(15 * cell().seconds)
+    assert seconds_to(curve, cell(), 1.0) is None
+
+
+def test_curves_are_means_over_seeds_at_the_best_rate(tmp_path: Path) -> None:
+    path = tmp_path / "losses.jsonl"
+    told = [("a", 1.0, 0, 10, 3.0), ("a", 1.0, 1, 10, 5.0), ("a", 2.0, 0, 10, 4.5), ("b", 1.0, 0, 10, 1.0)]
+    names = ("method", "lr", "seed", "step", "loss")
+    path.write_text("\n".join(json.dumps(dict(zip(names, row, strict=True))) for row in told))
+    best = best_curves(read_curves(path))
+    assert best["a"] == Curve("a", 1.0, ((10, 4.0),), (3.0, 5.0))
+    assert best["b"].points == ((10, 1.0),)
+    path.write_text('{"method": "a"}')
+    with pytest.raises(ValueError, match="a row without lr"):
+        read_curves(path)
+
+
+def test_the_tables_name_every_method_link_and_failure() -> None:
+    cells = [cell(), cell(link="unshaped", measured_bits=None), cell(method="adamw", error="host 1 died")]
+    curves = {"demo": Curve("demo", 1e-3, ((0, 5.0), (10, 3.0)), (3.0,))}
+    text = summary(cells, curves, 4.0)
+    assert "| method | 10mbit | unshaped |" in text
+    assert "| demo | 1.1 | 1.1 |" in text
+    assert "- 2 hosts, 10mbit, adamw: host 1 died" in text
+    assert (
+        "### Seconds to a validation loss of 4\n\n| method | 10mbit | unshaped |\n| --- | ---: | ---: |\n| demo | 6 | 6 |"
+        in text
+    )
+    assert "| demo | 100 B | 300 B | 500 B | 302 B | +0.67 % |" in text
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_is_a_run_that_the_trainer_accepts(name: str) -> None:
+    method = METHODS[name]
+    check(method.train_config("gpt-10m"), 2)
+    config = method.lab_config("gpt-10m", 4, 1)
+    check(config, 4)
+    assert config.schedule.batch == 32
+    assert method.measured_period <= 3
+    if method.period > 1:
+        assert config.optim.local_steps == method.measured_period * config.optim.fragments
+    assert as_toml(config)
+
+
+def test_an_unknown_method_is_refused_with_the_nearest() -> None:
+    assert choose(["all"]) == METHODS
+    with pytest.raises(ValueError, match=r"methods='powersdg' is unknown; .* did you mean 'powersgd'\?"):
+        choose(["powersdg"])
+
+
+def test_interface_counters_are_read(tmp_path: Path) -> None:
+    table = tmp_path / "dev"
+    table.write_text(
+        "Inter-|\n face |bytes\n  lo: 1 2 0 0 0 0 0 0 3 4 0 0 0 0 0 0\n veth0:10 20 0 0 0 0 0 0 30 40 0 0 0 0 0 0\n"
+    )
+    assert read_interface("veth0", table) == (10, 20, 30, 40)
+    assert read_interface("eth9", table) == (0, 0, 0, 0)
