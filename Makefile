@@ -20,13 +20,14 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: $(STAMP)  ## train a small language model with two replicas on this machine: about two minutes, no download
 	$(BIN)/thinwire train quickstart --replicas 2
 
-# Tracing makes Triton's interpreter twice as slow, so coverage is taken of the tests that are about core and wire.
+# Tracing makes Triton's interpreter twice as slow, so coverage is taken of the tests that are about core and wire. The others
+# wait a good deal, for processes and for links, so that two cores have time for three of them.
 COVERING := tests/unit/core tests/unit/wire tests/unit/exchange tests/unit/test_optimizer.py tests/contracts tests/numerics/test_oracle.py
 
 test: lint  ## lint, types, all tests that need no GPU, and the coverage of core and wire
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal --cov --cov-report= $(COVERING)
 	$(BIN)/python -m coverage report --include='*/thinwire/core/*,*/thinwire/wire/*' --fail-under=95
-	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal --durations=10 $(addprefix --ignore=,$(COVERING))
+	$(BIN)/python -m pytest -m "not gpu" -n 3 --dist worksteal --durations=10 $(addprefix --ignore=,$(COVERING))
 
 test-gpu: $(STAMP)  ## the tests that run on a CUDA device
 	$(BIN)/python -m pytest -m gpu

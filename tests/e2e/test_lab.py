@@ -76,7 +76,8 @@ def test_a_kill_of_the_program_leaves_nothing(tmp_path: Path, mark: str) -> None
 
 
 def check_as(prefix: list[str], python: str) -> None:
-    packages = os.pathsep.join([os.environ.get("PYTHONPATH", ""), sysconfig.get_paths()["purelib"]])
+    source = str(Path(support.__file__).parents[2])
+    packages = os.pathsep.join([source, sysconfig.get_paths()["purelib"]])
     command = [*prefix, python, "-m", "thinwire", "lab", "check", "--link", "50mbit,20ms"]
     env = {**os.environ, "PYTHONPATH": packages}
     found = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=100, check=False, env=env)
