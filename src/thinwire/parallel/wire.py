@@ -5,8 +5,9 @@ Both count alike. A ring all-reduce of B bytes sends and receives 2 (R - 1) / R 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -40,21 +41,27 @@ class GroupWire:
         if self.num_replicas > 1:
             summed = self._reachable(tensor)
             count = count_all_reduce(self.traffic, tensor, self.num_replicas)
-            self._do("all-reduce", lambda: dist.all_reduce(summed, async_op=True), count)
+            self._do("all-reduce", [lambda: dist.all_reduce(summed, async_op=True)], count)
             if summed is not tensor:
                 tensor.copy_(summed)
 
     def all_gather(self, message: Tensor) -> Tensor:
         """Everyone's."""
+        return self.all_gathers([message])[0]
+
+    def all_gathers(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        """Everyone's, of several at once."""
         if self.num_replicas == 1:
-            return message[None].clone()
-        mine = self._reachable(message.contiguous())
-        rows = mine.new_empty((self.num_replicas, *message.shape))
+            return [message[None].clone() for message in messages]
         # torch 2.13 renames all_gather_into_tensor to all_gather_single and warns of the old name, which 2.11 still needs.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        count = count_all_gather(self.traffic, message, self.num_replicas)
-        self._do("all-gather", lambda: gather(rows.view(-1), mine.view(-1), async_op=True), count)
-        return rows.to(message.device)
+        mine = [self._reachable(message.contiguous()) for message in messages]
+        rows = [message.new_empty((self.num_replicas, *message.shape)) for message in mine]
+        pairs = list(zip(rows, mine, strict=True))
+        counts = [count_all_gather(self.traffic, message, self.num_replicas) for message in messages]
+        begun = [partial(gather, all_rows.view(-1), own.view(-1), async_op=True) for all_rows, own in pairs]
+        self._do("all-gather", begun, (sum(sent for sent, _ in counts), sum(received for _, received in counts)))
+        return [all_rows.to(message.device) for all_rows, message in zip(rows, messages, strict=True)]
 
     def all_to_all(self, rows: Tensor) -> Tensor:
         """Row by row."""
@@ -63,20 +70,20 @@ class GroupWire:
         mine = self._reachable(rows.contiguous())
         result = torch.empty_like(mine)
         count = count_all_to_all(self.traffic, rows)
-        self._do("all-to-all", lambda: dist.all_to_all_single(result, mine, async_op=True), count)
+        self._do("all-to-all", [lambda: dist.all_to_all_single(result, mine, async_op=True)], count)
         return result.to(rows.device)
 
     def _reachable(self, tensor: Tensor) -> Tensor:
         return tensor.cpu() if self._is_on_host else tensor
 
-    def _do(self, what: str, begin: Callable[[], "dist.Work | None"], count: tuple[int, int]) -> None:
+    def _do(self, what: str, begin: Sequence[Callable[[], "dist.Work | None"]], count: tuple[int, int]) -> None:
         began = time.monotonic()
         exchange = Exchange(*count, num_rounds(what, self.num_replicas))
         try:
             with self.traffic.waiting(), carried(self._link, exchange, what):
-                work = begin()
-                if work is not None:
-                    work.wait(*self._deadline)
+                for work in [start() for start in begin]:
+                    if work is not None:
+                        work.wait(*self._deadline)
         except RuntimeError as error:
             seconds = time.monotonic() - began
             raise ExchangeError(
@@ -106,6 +113,10 @@ class TransportWire:
         """Everyone's."""
         count_all_gather(self.traffic, message, self.num_replicas)
         return self._gather(message, "all-gather")
+
+    def all_gathers(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        """Everyone's, one after the other."""
+        return [self.all_gather(message) for message in messages]
 
     def all_to_all(self, rows: Tensor) -> Tensor:
         """Row by row."""

@@ -3,7 +3,7 @@
 Letters: N elements of all trained parameters together, R replicas, K kept elements.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -28,6 +28,10 @@ class Wire(Protocol):
 
     def all_gather(self, message: Tensor) -> Tensor:
         """``(R, *message.shape)``: everyone's."""
+        ...
+
+    def all_gathers(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        """The same for several messages, all begun before the first is waited for."""
         ...
 
     def all_to_all(self, rows: Tensor) -> Tensor:

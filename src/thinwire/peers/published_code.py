@@ -30,7 +30,7 @@ class _MeteredDeMo(DeMo):
 
     def demo_all_gather(self, sparse_idx: Tensor, sparse_val: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         self.timer.close()
-        rows = [list(self.wire.all_gather(message)) for message in (sparse_idx, sparse_val)]
+        rows = [list(gathered) for gathered in self.wire.all_gathers((sparse_idx, sparse_val))]
         self.timer.enter_context(self.wire.traffic.applying())
         return rows[0], rows[1]
 

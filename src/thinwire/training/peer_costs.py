@@ -1,6 +1,6 @@
 """What the methods to compare with would hold and send, from their own code over tensors that have shapes and no memory."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -39,6 +39,10 @@ class PaperWire:
         self.num_rounds += self.num_replicas - 1
         count_all_gather(self.traffic, message, self.num_replicas)
         return self._hold(message.new_empty((self.num_replicas, *message.shape)))
+
+    def all_gathers(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        """Count them."""
+        return [self.all_gather(message) for message in messages]
 
     def all_to_all(self, rows: Tensor) -> Tensor:
         """Count it."""
