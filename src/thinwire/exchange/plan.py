@@ -164,8 +164,14 @@ def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, s
 
 
 def make_plan(tensors: Sequence[TensorSpec], codings: Sequence[Coding], num_buckets: int = 1) -> ExchangePlan:
-    """Lay out payloads. Buckets hold about equally many elements and follow backward: the last tensors come first."""
+    """Lay out payloads. Buckets hold about equally many elements and follow backward: the last tensors come first.
+
+    Dense tensors wait for the last bucket: norms and biases of all layers often form a group of their own, so that the first
+    bucket would have them all and hold the others up until backward ends.
+    """
     order = list(reversed(range(len(tensors))))
+    if num_buckets > 1:
+        order.sort(key=lambda index: _layout(tensors[index], codings).dense)
     buckets = []
     for index, members in enumerate(_split_evenly(order, tensors, num_buckets)):
         buckets.append(Bucket(index, _stacks(members, tensors, codings)))

@@ -108,3 +108,16 @@ def test_the_meter_counts_what_crosses_the_wire() -> None:
     traffic.add(999, num_replicas=1)
     assert traffic.last_step == Count(sent_bytes=110, received_bytes=330, num_exchanges=2)
     assert traffic.total == Count(sent_bytes=220, received_bytes=660, num_exchanges=4)
+
+
+def test_small_tensors_do_not_hold_the_first_bucket_up() -> None:
+    # Two groups as trainers make them: matrices, and the norms of all layers.
+    tensors = [TensorSpec(f"layer{i}", (64, 64), "float32", 0) for i in range(8)]
+    tensors += [TensorSpec(f"norm{i}", (64,), "float32", 1) for i in range(8)]
+    plan = make_plan(tensors, [CODING, CODING], num_buckets=4)
+    names = [[tensors[index].name for index in bucket.tensors] for bucket in plan.buckets]
+    assert [name for bucket in names for name in bucket] == [
+        t.name for t in (*reversed(tensors[:8]), *reversed(tensors[8:]))
+    ]
+    assert len(names) == 4
+    assert not any(name.startswith("norm") for bucket in names[:3] for name in bucket)
