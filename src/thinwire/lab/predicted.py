@@ -1,5 +1,7 @@
-"""The planner's model beside what was measured: the same link, the bytes and exchanges that the meter counted, and for all
-that is not the network the unshaped step of the same method and number of hosts."""
+"""The planner's model of the network beside what was measured, with the bytes and exchanges that the meter counted.
+
+All that is not the network is taken from the measured step itself, whose compute varies with what else the machine does.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +11,6 @@ from thinwire.lab.rows import Cell
 from thinwire.planner.cost import DEVICES, Exchange, Workload, num_rounds, predict
 from thinwire.planner.link_spec import UNSHAPED, parse_link
 
-# TCP's first window: ten packets.
-FIRST_WINDOW_BYTES = 10 * 1448
 _ALL_REDUCE = (
     "adamw",
     "adamw-bf16",
@@ -39,36 +39,35 @@ class Predicted:
 
 
 def predict_all(cells: Sequence[Cell]) -> list[Predicted]:
-    """All cells on shaped links whose method was measured unshaped, too."""
-    free = {(cell.num_hosts, cell.method): cell for cell in cells if cell.link == UNSHAPED and not cell.error}
+    """All cells on shaped links."""
     found = []
     for cell in cells:
-        base = free.get((cell.num_hosts, cell.method))
-        if base is not None and not cell.error and cell.link != UNSHAPED:
-            found.append(Predicted(cell, predict(workload_of(cell, base), parse_link(cell.link).link).step_seconds))
+        if not cell.error and cell.parts and cell.link != UNSHAPED:
+            row = predict(workload_of(cell), parse_link(cell.link).link)
+            found.append(Predicted(cell, row.local_seconds + row.exposed_seconds / cell.period))
     return found
 
 
-def workload_of(cell: Cell, unshaped: Cell) -> Workload:
-    """What the method asks of the link in one step, or, where replicas speak in one of many, a share of that."""
+def workload_of(cell: Cell) -> Workload:
+    """What the method asks of the link in a step in which replicas speak."""
     costs = DEVICES["cpu"]
     kind = "all-reduce" if cell.method in _ALL_REDUCE else "all-gather"
-    is_early = cell.method in _DDP or unshaped.hidden > 0
+    num_exchanges = max(1, round(cell.num_exchanges * cell.period))
+    is_demo = cell.settings.get("overlap", False)
+    is_early = is_demo or cell.method in _DDP
     # DDP's buckets, and DeMo's, are under way at the same time: their latencies overlap, and only one shows.
-    num_exchanges = 1.0 if is_early else cell.num_exchanges
-    exchange = Exchange(
-        round(cell.meter_sent), round(cell.meter_received), round(num_exchanges * num_rounds(kind, cell.num_hosts))
-    )
+    rounds = num_rounds(kind, cell.num_hosts) * (1 if is_early else num_exchanges)
+    exchange = Exchange(round(cell.meter_sent * cell.period), round(cell.meter_received * cell.period), rounds)
     return Workload(
         method=cell.method,
         topk=None,
         values=None,
         exchange=exchange,
-        compute_seconds=unshaped.seconds - unshaped.parts["exposed"],
+        compute_seconds=max(0.0, cell.seconds - cell.parts["exposed"]),
         optimizer_seconds=0.0,
-        hidden_seconds=costs.ddp_overlap * unshaped.parts["backward"] if is_early else 0.0,
+        hidden_seconds=costs.ddp_overlap * cell.parts["backward"] if is_early else 0.0,
         trips_per_round=costs.trips_per_round,
-        num_buckets=round(cell.num_exchanges) if is_early and cell.method not in _DDP else None,
+        num_buckets=num_exchanges if is_demo else None,
     )
 
 

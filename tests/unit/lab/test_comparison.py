@@ -9,6 +9,7 @@ import pytest
 from thinwire.lab import rows
 from thinwire.lab.losses import Curve, best_curves, read_curves, seconds_to
 from thinwire.lab.methods import METHODS, choose
+from thinwire.lab.predicted import error_table, predict_all
 from thinwire.lab.rows import Cell, summarise
 from thinwire.lab.table import summary
 from thinwire.lab.worker import read_interface
@@ -117,3 +118,19 @@ def test_interface_counters_are_read(tmp_path: Path) -> None:
     )
     assert read_interface("veth0", table) == (10, 20, 30, 40)
     assert read_interface("eth9", table) == (0, 0, 0, 0)
+
+
+def test_the_planner_is_put_beside_every_shaped_cell() -> None:
+    # 1.2 MB at 10 Mbit/s less headers take a second; a ring of two hosts has one round of a round trip.
+    facts = {
+        "meter_received": 1.2e6 * 1448 / 1514,
+        "num_exchanges": 1.0,
+        "seconds": 2.0,
+        "parts": dict.fromkeys(rows.PARTS, 0.0),
+    }
+    found = cell(link="10mbit,80ms", method="topk", **facts)
+    (one,) = predict_all([found, cell(link="unshaped"), cell(error="host 1 died")])
+    assert one.seconds == pytest.approx(2.0 + 0.96 + 0.08)
+    rare = predict_all([replace(found, period=4, meter_received=found.meter_received / 4, num_exchanges=0.25)])[0]
+    assert rare.seconds == pytest.approx(2.0 + (0.96 + 0.08) / 4)
+    assert "| topk | 1 | 52 % | +52 % | 2 hosts, 10mbit,80ms |" in error_table([one])
