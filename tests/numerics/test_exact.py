@@ -103,6 +103,15 @@ def applied(
     return [t.detach().cpu() for tensor in tensors for t in (tensor.parameter, *tensor.rule_state.values())]
 
 
+def payload_of(plan: ExchangePlan, parameters: list[Tensor], momenta: list[Tensor]) -> Tensor:
+    pairs = zip(parameters, momenta, strict=True)
+    sender = LocalStep(plan, [LocalTensor(nn.Parameter(p), m) for p, m in pairs], "torch")
+    encoding = sender.empty(plan.buckets[0])
+    with torch.no_grad():
+        sender.encode_(plan.buckets[0], [group_step()], encoding)
+    return encoding.payload_B
+
+
 MEANS = [rule for rule in COMBINE_RULES if rule.startswith("mean")]
 CASES = [("sgd", values, MEANS[place % 2], 3) for place, values in enumerate(sorted(VALUE_CODECS))] + [
     *(("sgd", values, "majority_vote", (1, 2, 3, 5)[place % 4]) for place, values in enumerate(sorted(VALUE_CODECS))),
@@ -126,19 +135,26 @@ def test_every_backend_and_device_finds_the_same_bits(
     cpu = torch.device("cpu")
     plan = plan_for(shapes, dtype, values=values, dense_below=8)
     parameters, momenta = parameters_for(shapes, cpu, dtype), momenta_for(plan, cpu)
-    payloads = []
-    for _ in range(num_replicas):
-        pairs = zip(parameters, momenta_for(plan, cpu), strict=True)
-        sender = LocalStep(plan, [LocalTensor(nn.Parameter(p), m) for p, m in pairs], "torch")
-        encoding = sender.empty(plan.buckets[0])
-        with torch.no_grad():
-            sender.encode_(plan.buckets[0], [group_step()], encoding)
-        payloads.append(encoding.payload_B)
+    payloads = [payload_of(plan, parameters, momenta_for(plan, cpu)) for _ in range(num_replicas)]
     given = (parameters, momenta, torch.stack(payloads))
     expected = applied(plan, "torch", cpu, given, rule, combine)
     for backend in ("torch", "triton"):
         found = applied(plan, backend, device, given, rule, combine)
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True)), backend
+
+
+@pytest.mark.parametrize("values", ["int4", "int8"])
+def test_a_value_of_0_is_no_vote(values: str, device: torch.device) -> None:
+    """One coefficient so large that the sender's others round to 0: they must not stand against the other replica's votes."""
+    pytest.importorskip("triton", reason="triton has no build for this platform")
+    plan, cpu = plan_for([(16, 16)], values=values), torch.device("cpu")
+    parameters, momenta = parameters_for([(16, 16)], cpu), momenta_for(plan, cpu)
+    one_large = [-momentum for momentum in momenta]
+    one_large[0][:, 0] = 1e6
+    payloads = [payload_of(plan, parameters, sent) for sent in (one_large, [momentum.clone() for momentum in momenta])]
+    given = (parameters, momenta, torch.stack(payloads))
+    expected = applied(plan, "torch", cpu, given, "sgd", "majority_vote")
+    assert torch.equal(applied(plan, "triton", device, given, "sgd", "majority_vote")[0], expected[0])
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
