@@ -37,7 +37,8 @@ def test_two_hosts_are_compared_and_the_rest_is_measured_later(tmp_path: Path) -
     assert adamw.meter_received > 50 * demo.meter_received
     for name in ("summary.md", "steps.png", "environment.json"):
         assert (tmp_path / "out" / name).stat().st_size > 0
-    assert json.loads((tmp_path / "out" / "environment.json").read_text())["torch"]
+    (environment,) = json.loads((tmp_path / "out" / "environment.json").read_text())
+    assert environment["torch"]
     assert "| demo |" in (tmp_path / "out" / "summary.md").read_text()
 
 
@@ -45,6 +46,7 @@ def test_senseless_comparisons_are_refused_before_anything_is_built(tmp_path: Pa
     for arguments, complaint in {
         ("--methods", "demmo"): "methods='demmo' is unknown",
         ("--hosts", "1"): "hosts=1 must be from 2 to 16",
+        ("--rounds", "0"): "rounds=0 must be at least 1",
         ("--links", "10parsec"): "links='10parsec'",
         ("--target", "1.5"): "target needs the loss curves",
         ("--recipe", "nothing"): "there is no recipe 'nothing'",

@@ -39,6 +39,8 @@ class CompareCommand:
     """The model and data; a replica has half of the recipe's batch."""
     steps: int = 3
     """Steps to measure per method and link."""
+    rounds: int = 1
+    """How often to measure everything; medians of rounds are taken, since a machine's other work comes and goes."""
     most_seconds: float = 20.0
     """Measure no further steps of a method on a link after this time."""
     losses: Path | None = None
@@ -63,10 +65,11 @@ def command(arguments: list[str]) -> int:
         tuple(parse_link(link, "links") for link in asked.links),
         asked.steps,
         asked.most_seconds,
+        asked.rounds,
     )
     asked.out.mkdir(parents=True, exist_ok=True)
     if not asked.report_only:
-        (asked.out / "environment.json").write_text(json.dumps(environment(), indent=1) + "\n")
+        _note_environment(asked.out / "environment.json")
         _measure(comparison, asked.out / "rows.jsonl", console)
     wanted = set(comparison.keys())
     order = {key: place for place, key in enumerate(comparison.keys())}
@@ -74,7 +77,7 @@ def command(arguments: list[str]) -> int:
     if not cells:
         console.print("no rows", highlight=False)
         return 1
-    report(cells, asked, console)
+    report(rows.merge(cells), asked, console)
     return 1 if any(cell.error for cell in cells) else 0
 
 
@@ -82,11 +85,18 @@ def _check(asked: CompareCommand) -> None:
     for num_hosts in asked.hosts:
         if not 2 <= num_hosts <= 16:
             raise ValueError(f"hosts={num_hosts} must be from 2 to 16")
-    if asked.steps < 1:
-        raise ValueError(f"steps={asked.steps} must be at least 1")
+    for name in ("steps", "rounds"):
+        if getattr(asked, name) < 1:
+            raise ValueError(f"{name}={getattr(asked, name)} must be at least 1")
     if asked.target is not None and asked.losses is None:
         raise ValueError("target needs the loss curves: add --losses FILE")
     recipes.build(asked.recipe)
+
+
+def _note_environment(path: Path) -> None:
+    """One entry for every time that something was measured: code and machine may have changed in between."""
+    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    path.write_text(json.dumps([*known, environment()], indent=1) + "\n", encoding="utf-8")
 
 
 def _measure(comparison: Comparison, path: Path, console: Console) -> None:

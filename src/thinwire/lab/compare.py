@@ -1,14 +1,16 @@
 """Every method on every link: starts the workers in their hosts, changes the links between steps, writes rows down.
 
-Processes start once per number of hosts and method; the links change while they wait between two steps, so that all links
-see the same connections, model and machine.
+Processes start once per number of hosts, round and method; the links change while they wait between two steps, so that all
+links see the same connections, model and machine. A round measures every cell once: what else a machine does changes over
+minutes, and so hits one round of a cell rather than all of its steps.
 """
 
 import contextlib
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from thinwire.lab import rows
 from thinwire.lab.errors import LabError
 from thinwire.lab.methods import DENSE_STEPS, LabMethod
 from thinwire.lab.network import Network
-from thinwire.lab.rows import Cell
+from thinwire.lab.rows import Cell, Key
 from thinwire.lab.verify import Row, verify
 from thinwire.lab.workers import Workers
 from thinwire.planner.link_spec import LinkSpec
@@ -38,11 +40,12 @@ class Comparison:
     links: tuple[LinkSpec, ...]
     num_steps: int = 3
     most_seconds: float = 20.0
-    changes: dict[str, Any] = field(default_factory=dict)
+    num_rounds: int = 1
 
-    def keys(self) -> list[tuple[int, str, str]]:
+    def keys(self) -> list[Key]:
         """All cells, in the order in which they are measured."""
-        return [(hosts, str(link), name) for hosts in self.num_hosts for name in self.methods for link in self.links]
+        turns = [(hosts, turn) for hosts in self.num_hosts for turn in range(self.num_rounds)]
+        return [(hosts, str(link), name, turn) for hosts, turn in turns for name in self.methods for link in self.links]
 
 
 Progress = Callable[[str, int], None]
@@ -59,38 +62,39 @@ def run(comparison: Comparison, path: Path, progress: Progress) -> list[Cell]:
             continue
         will_delay = any(link.is_delayed for link in comparison.links)
         with Network([LinkSpec()] * num_hosts, will_delay=will_delay) as network:
-            for name, method in comparison.methods.items():
-                links = [link for link in comparison.links if (num_hosts, str(link), name) not in done]
+            for turn, name in itertools.product(range(comparison.num_rounds), comparison.methods):
+                links = [link for link in comparison.links if (num_hosts, str(link), name, turn) not in done]
                 if links:
-                    _measure_method(comparison, network, num_hosts, name, method, links, path, done, progress)
+                    _measure_method(comparison, network, Cell(num_hosts, "", name, turn), links, path, done, progress)
     return [cell for cell in rows.read(path) if cell.key in wanted]
 
 
 def _measure_method(
     comparison: Comparison,
     network: Network,
-    num_hosts: int,
-    name: str,
-    method: LabMethod,
+    blank: Cell,
     links: Sequence[LinkSpec],
     path: Path,
-    done: set[tuple[int, str, str]],
+    done: set[Key],
     progress: Progress,
 ) -> None:
-    """All links of one method; what goes wrong is a row, and the next method's turn."""
-    method = dataclasses.replace(method, changes={**method.changes, **comparison.changes})
+    """All links of one method in one round; what goes wrong is a row, and the next method's turn."""
+    num_hosts, method = blank.num_hosts, comparison.methods[blank.method]
+    what = f"{num_hosts} hosts, {blank.method}"
+    if comparison.num_rounds > 1:
+        what = f"round {blank.round + 1}, {what}"
     num_threads = max(1, len(os.sched_getaffinity(0)) // num_hosts)
     config = method.lab_config(comparison.recipe, num_hosts, num_threads)
-    blank = Cell(num_hosts, "", name, dataclasses.asdict(config.optim), period=method.period)
+    blank = dataclasses.replace(blank, settings=dataclasses.asdict(config.optim), period=method.period)
     network.reshape([LinkSpec()] * num_hosts)
-    progress(f"{num_hosts} hosts, {name}: starting", len(done))
+    progress(f"{what}: starting", len(done))
     left = list(links)
     try:
         with Workers(network, num_hosts, config) as workers:
             blank = dataclasses.replace(blank, num_parameters=workers.num_parameters)
             workers.ask({"steps": _WARM_UP_STEPS}, _STEP_DEADLINE_SECONDS)
             while left:
-                progress(f"{num_hosts} hosts, {name}, {left[0]}", len(done))
+                progress(f"{what}, {left[0]}", len(done))
                 cell = _measure_link(comparison, network, workers, method, left[0], blank)
                 rows.append(path, cell)
                 done.add(cell.key)

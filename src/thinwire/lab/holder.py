@@ -91,18 +91,27 @@ class Holder:
 
     def begin_closing(self) -> None:
         """Let it end, and all that runs in there; `close` waits."""
-        with contextlib.suppress(OSError):
-            if self._process.stdin is not None:
-                self._process.stdin.close()
+        _close_input(self._process)
 
     def close(self) -> None:
         """End it, and all that runs in there."""
-        self.begin_closing()
-        try:
-            self._process.wait(_CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        for stream in (self._process.stdout, self._process.stderr):
-            if stream is not None:
-                stream.close()
+        end(self._process)
+
+
+def end(process: "subprocess.Popen[str]") -> None:
+    """Close the pipe to a process that ends with it, wait for its end, or see to it."""
+    _close_input(process)
+    try:
+        process.wait(_CLOSE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for stream in (process.stdout, process.stderr):
+        if stream is not None:
+            stream.close()
+
+
+def _close_input(process: "subprocess.Popen[str]") -> None:
+    with contextlib.suppress(OSError):
+        if process.stdin is not None:
+            process.stdin.close()

@@ -6,7 +6,6 @@ step on a link give the curve over time there.
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -66,8 +65,3 @@ def seconds_to(curve: Curve, cell: Cell, target: float) -> float | None:
     """Seconds of training until the target, evaluations not counted; None: never."""
     steps = curve.steps_to(target)
     return None if steps is None or cell.error else steps * cell.seconds
-
-
-def reached_by(curves: Iterable[Curve], target: float) -> list[str]:
-    """The methods that get there at all."""
-    return [curve.method for curve in curves if curve.steps_to(target) is not None]

@@ -9,14 +9,13 @@ from typing import Any
 
 from thinwire.lab import relay
 from thinwire.lab.errors import LabError
-from thinwire.lab.holder import INTERPRETER, Holder
+from thinwire.lab.holder import INTERPRETER, Holder, end
 from thinwire.lab.layout import Layout, hardware_address
 from thinwire.lab.shaping import bucket
 
 _SCRIPT = Path(relay.__file__).resolve()
 # For a port without a limit, whose device takes everything at once.
 _UNLIMITED_QUEUE_BYTES = 16 << 20
-_CLOSE_SECONDS = 5.0
 
 
 class RelayProcess:
@@ -57,17 +56,7 @@ class RelayProcess:
 
     def close(self) -> None:
         """End it."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(_CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        for stream in (self._process.stdout, self._process.stderr):
-            if stream is not None:
-                stream.close()
+        end(self._process)
 
     def _ask(self, question: dict[str, Any]) -> dict[str, int]:
         process = self._process

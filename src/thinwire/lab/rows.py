@@ -1,8 +1,8 @@
-"""What a comparison writes down: one row per number of hosts, link and method."""
+"""What a comparison writes down: one row per number of hosts, link, method and round."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -14,14 +14,15 @@ HEADER_BYTES = 14 + 20 + 32
 
 @dataclass(frozen=True)
 class Cell:
-    """One method on one link. Seconds and bytes are those of a step: a median for ``seconds``, means for all else, over
-    measured steps and hosts; where replicas speak in one of ``period`` steps, both kinds of step are weighted. ``sent`` and
-    ``received`` are of the hosts' interfaces, those of the meter beside them. ``measured_bits`` is the rate of a sender's
-    own bytes, found before the steps. ``error`` says why there are no figures."""
+    """One method on one link, in one ``round``. Seconds and bytes are those of a step: a median for ``seconds``, means for
+    all else, over measured steps and hosts; where replicas speak in one of ``period`` steps, both kinds are weighted.
+    ``sent`` and ``received`` are of the hosts' interfaces, those of the meter beside them. ``measured_bits`` is the rate of
+    a sender's own bytes, found before the steps. ``error`` says why there are no figures."""
 
     num_hosts: int
     link: str
     method: str
+    round: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     num_parameters: int = 0
     num_steps: int = 0
@@ -43,9 +44,9 @@ class Cell:
     error: str = ""
 
     @property
-    def key(self) -> tuple[int, str, str]:
+    def key(self) -> "Key":
         """What tells it from all others."""
-        return self.num_hosts, self.link, self.method
+        return self.num_hosts, self.link, self.method, self.round
 
     @property
     def not_compute(self) -> float:
@@ -58,6 +59,7 @@ class Cell:
         return self.received - HEADER_BYTES * self.received_packets
 
 
+Key = tuple[int, str, str, int]
 _SUMMED = ("hidden", "meter_sent", "meter_received", "sent", "sent_packets", "received", "received_packets", "num_exchanges")
 
 
@@ -88,6 +90,29 @@ def _weighted(rows: Sequence[dict[str, Any]], name: str, period: int) -> float:
     if period == 1 or not loud or not quiet:
         return mean(loud + quiet)
     return (mean(loud) + (period - 1) * mean(quiet)) / period
+
+
+def merge(cells: Sequence[Cell]) -> list[Cell]:
+    """The rounds of a method on a link as one cell: the median of every figure, the extremes of all, and the steps of all.
+    Rounds that failed are left out, unless all have."""
+    groups: dict[tuple[int, str, str], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.num_hosts, cell.link, cell.method), []).append(cell)
+    return [_merged([cell for cell in group if not cell.error] or group[-1:]) for group in groups.values()]
+
+
+def _merged(rounds: Sequence[Cell]) -> Cell:
+    if len(rounds) == 1:
+        return rounds[0]
+    return replace(
+        rounds[-1],
+        num_steps=sum(cell.num_steps for cell in rounds),
+        seconds=median(cell.seconds for cell in rounds),
+        least_seconds=min(cell.least_seconds for cell in rounds),
+        most_seconds=max(cell.most_seconds for cell in rounds),
+        parts={name: median(cell.parts[name] for cell in rounds) for name in PARTS},
+        **{name: median(getattr(cell, name) for cell in rounds) for name in _SUMMED},
+    )
 
 
 def append(path: Path, cell: Cell) -> None:

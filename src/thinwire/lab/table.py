@@ -1,6 +1,6 @@
 """A comparison as Markdown tables."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from thinwire.lab.losses import Curve, seconds_to
 from thinwire.lab.predicted import error_table, predict_all
@@ -41,13 +41,13 @@ def loss_table(cells: Sequence[Cell], curves: dict[str, Curve], target: float) -
     return _grid(known, text)
 
 
-def _grid(cells: Sequence[Cell], text: object) -> str:
+def _grid(cells: Sequence[Cell], text: Callable[[Cell], str]) -> str:
     links = list(dict.fromkeys(cell.link for cell in cells))
     found = {(cell.method, cell.link): cell for cell in cells}
     lines = ["| method | " + " | ".join(links) + " |", "| --- |" + " ---: |" * len(links)]
     for method in dict.fromkeys(cell.method for cell in cells):
         row = [found.get((method, link)) for link in links]
-        texts = ["" if cell is None else "failed" if cell.error else text(cell) for cell in row]  # type: ignore[operator]
+        texts = ["" if cell is None else "failed" if cell.error else text(cell) for cell in row]
         lines.append(f"| {method} | " + " | ".join(texts) + " |")
     return "\n".join(lines)
 

@@ -119,6 +119,15 @@ def gather(message: Message, wire: Wire) -> Message:
     )
 
 
+def average(message: Message, wire: Wire) -> Message:
+    """The mean over all replicas of a message of one tensor, which is overwritten; nothing for an empty one."""
+    if not message:
+        return ()
+    (tensor,) = message
+    wire.all_reduce_(tensor)
+    return (tensor.div_(wire.num_replicas),)
+
+
 def mean_of(rows: Iterable[Tensor], num_replicas: int) -> Tensor:
     """The mean over replicas, added up in their order, so that all find the same bits."""
     ordered = iter(rows)

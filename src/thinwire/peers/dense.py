@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.peers.contract import Flat, Message, Wire
+from thinwire.peers.contract import Flat, Message, Wire, average
 
 
 class Dense:
@@ -22,9 +22,7 @@ class Dense:
 
     def exchange(self, message: Message, wire: Wire) -> Message:
         """Its mean over all replicas."""
-        (gradient_N,) = message
-        wire.all_reduce_(gradient_N)
-        return (gradient_N / wire.num_replicas,)
+        return average(message, wire)
 
     def apply(self, exchanged: Message) -> None:
         """The optimizer's step."""

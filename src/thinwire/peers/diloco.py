@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.peers.contract import Flat, Message, Wire, count_step
+from thinwire.peers.contract import Flat, Message, Wire, average, count_step
 
 
 class DiLoCo:
@@ -48,10 +48,7 @@ class DiLoCo:
 
     def exchange(self, message: Message, wire: Wire) -> Message:
         """The mean change."""
-        if not message:
-            return ()
-        wire.all_reduce_(message[0])
-        return (message[0] / wire.num_replicas,)
+        return average(message, wire)
 
     def apply(self, exchanged: Message) -> None:
         """The outer step."""

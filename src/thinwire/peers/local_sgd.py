@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.peers.contract import Flat, Message, Wire, count_step
+from thinwire.peers.contract import Flat, Message, Wire, average, count_step
 
 
 class LocalSGD:
@@ -26,10 +26,7 @@ class LocalSGD:
 
     def exchange(self, message: Message, wire: Wire) -> Message:
         """Their mean over all replicas."""
-        if not message:
-            return ()
-        wire.all_reduce_(message[0])
-        return (message[0] / wire.num_replicas,)
+        return average(message, wire)
 
     def apply(self, exchanged: Message) -> None:
         """Go on from the mean."""

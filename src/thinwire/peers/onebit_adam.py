@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.peers.blocks import Blocks
-from thinwire.peers.contract import Flat, Message, Wire, count_step, gather, mean_of
+from thinwire.peers.contract import Flat, Message, Wire, average, count_step, gather, mean_of
 from thinwire.wire.bitpack import pack_bits, unpack_bits
 
 _BLOCK = 2048
@@ -44,8 +44,7 @@ class OneBitAdam:
     def exchange(self, message: Message, wire: Wire) -> Message:
         """The mean gradient, or everyone's part of the averaged momentum."""
         if len(message) == 1:
-            wire.all_reduce_(message[0])
-            return (message[0] / wire.num_replicas,)
+            return average(message, wire)
         packed_BE, scales_B = (tensor.view(wire.num_replicas, -1).view(torch.uint8) for tensor in message)
         rows_R = wire.all_to_all(torch.cat([packed_BE, scales_B], dim=1))
         packed_R, scales_R = (part.contiguous() for part in rows_R.split([packed_BE.shape[1], scales_B.shape[1]], dim=1))

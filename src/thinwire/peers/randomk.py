@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.peers.contract import Flat, Message, Wire, count_step
+from thinwire.peers.contract import Flat, Message, Wire, average, count_step
 from thinwire.peers.randomness import one_of_each
 from thinwire.peers.sparse import num_kept
 
@@ -31,9 +31,7 @@ class RandomK:
 
     def exchange(self, message: Message, wire: Wire) -> Message:
         """Their mean over all replicas."""
-        (values_K,) = message
-        wire.all_reduce_(values_K)
-        return (values_K / wire.num_replicas,)
+        return average(message, wire)
 
     def apply(self, exchanged: Message) -> None:
         """The optimizer's step, with zeros elsewhere."""

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from thinwire.lab import rows
+from thinwire.lab.compare import Comparison
 from thinwire.lab.losses import Curve, best_curves, read_curves, seconds_to
 from thinwire.lab.methods import METHODS, choose
 from thinwire.lab.predicted import error_table, predict_all
 from thinwire.lab.rows import Cell, summarise
 from thinwire.lab.table import summary
 from thinwire.lab.worker import read_interface
+from thinwire.planner.link_spec import parse_link
 from thinwire.training.config import check
 from thinwire.training.config_file import as_toml
 
@@ -52,8 +54,31 @@ def test_rows_survive_an_interruption_and_the_last_of_a_kind_counts(tmp_path: Pa
     with path.open("a") as file:
         file.write('{"num_hosts": 2, "lin')
     found = rows.read(path)
-    assert [one.key for one in found] == [(2, "10mbit", "demo"), (2, "100mbit", "demo")]
+    assert [one.key for one in found] == [(2, "10mbit", "demo", 0), (2, "100mbit", "demo", 0)]
     assert found[0] == cell()
+
+
+def test_rounds_are_merged_by_their_medians() -> None:
+    rounds = [cell(round=place, seconds=seconds, hidden=seconds / 10) for place, seconds in enumerate([1.0, 9.0, 2.0])]
+    failed = cell(round=3, error="host 1 died")
+    other = cell(link="100mbit")
+    one, alone, lost = rows.merge([*rounds, failed, other, replace(failed, link="1gbit")])
+    assert (one.seconds, one.hidden, one.num_steps) == (2.0, 0.2, 9)
+    assert (one.least_seconds, one.most_seconds) == (1.0, 5.0)
+    assert one.parts == pytest.approx(cell().parts)
+    assert alone == other
+    assert lost.error
+
+
+def test_a_round_measures_every_cell_once() -> None:
+    links = (parse_link("10mbit"), parse_link("1gbit"))
+    comparison = Comparison("gpt-10m", choose(["demo", "adamw"]), (2, 4), links, num_rounds=2)
+    keys = comparison.keys()
+    assert keys[:5] == [
+        *((2, link, method, 0) for method in ("demo", "adamw") for link in ("10mbit", "1gbit")),
+        (2, "10mbit", "demo", 1),
+    ]
+    assert len(set(keys)) == len(keys) == 16
 
 
 def test_the_time_to_a_loss_is_steps_times_seconds(tmp_path: Path) -> None:
