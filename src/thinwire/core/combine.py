@@ -64,16 +64,21 @@ def combine(messages: Sequence[tuple[Tensor, Tensor]], combined_CE: Tensor, rule
     if len(messages) == 1:
         return combined_CE
     if rule == "mean_over_senders":
-        return combined_CE.div_(_count_senders(messages, combined_CE).clamp_(min=1))
+        return _divide_by_senders_(combined_CE, messages)
     # A tensor, since a GPU would multiply by the rounded inverse of a number.
     return combined_CE.div_(torch.full((), len(messages), dtype=combined_CE.dtype, device=combined_CE.device))
 
 
-def _count_senders(messages: Sequence[tuple[Tensor, Tensor]], like_CE: Tensor) -> Tensor:
-    num_senders = torch.zeros_like(like_CE, dtype=torch.int16)
-    for indices_CK, values_CK in messages:
-        num_senders.scatter_add_(1, _slots(indices_CK, like_CE), (values_CK != 0).to(torch.int16))
-    return num_senders
+def _divide_by_senders_(sums_CE: Tensor, messages: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Only where something was sent, which is in few places; who sent to the same one finds the same quotient."""
+    num_senders = torch.zeros_like(sums_CE, dtype=torch.int16)
+    all_slots = [_slots(indices_CK, sums_CE) for indices_CK, _ in messages]
+    for slots_CK, (_, values_CK) in zip(all_slots, messages, strict=True):
+        num_senders.scatter_add_(1, slots_CK, (values_CK != 0).to(torch.int16))
+    quotients = [sums_CE.gather(1, slots).div_(num_senders.gather(1, slots).clamp_(min=1)) for slots in all_slots]
+    for slots_CK, quotients_CK in zip(all_slots, quotients, strict=True):
+        sums_CE.scatter_(1, slots_CK, quotients_CK)
+    return sums_CE
 
 
 def _slots(indices_CK: Tensor, like_CE: Tensor) -> Tensor:
