@@ -154,7 +154,7 @@ def limits_for(tensors: Sequence[LocalTensor]) -> dict[torch.device, Limits]:
 def _limits(device: torch.device, largest_numel: int) -> Limits:
     if device.type == "cuda":
         return Limits(1 << 25, 1 << 25, 1 << 25)
-    tile_elements = min(max(largest_numel // 3, 1 << 18), 1 << 19)
+    tile_elements = min(max(largest_numel // 3, 3 << 16), 1 << 19)
     return Limits(tile_elements, 4 * tile_elements, 8 * tile_elements)
 
 
