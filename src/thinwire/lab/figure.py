@@ -75,7 +75,7 @@ def draw_breakdown(cells: Sequence[Cell], path: Path, title: str) -> None:
 def draw_losses(cells: Sequence[Cell], curves: dict[str, Curve], path: Path, target: float | None) -> None:
     """Validation loss against time, a panel per link; time is steps times the seconds of a step on that link."""
     links = list(dict.fromkeys(cell.link for cell in cells))
-    figure = Figure(figsize=(5.6 * len(links), 4.4), dpi=140, layout="constrained")
+    figure = Figure(figsize=(5.4 * len(links) + 1.4, 4.4), dpi=140, layout="constrained")
     for place, link in enumerate(links):
         axes = figure.add_subplot(1, len(links), place + 1)
         shown = [cell for cell in cells if cell.link == link and not cell.error and cell.method in curves]
@@ -89,7 +89,6 @@ def draw_losses(cells: Sequence[Cell], curves: dict[str, Curve], path: Path, tar
             line.set_label(cell.method)
             if dashes := _DASHES[index % len(_DASHES)]:
                 line.set_dashes(dashes)
-            axes.annotate(cell.method, points[-1], xytext=(3, 0), textcoords="offset points", fontsize=6.5, va="center")
         if target is not None:
             axes.axhline(target, color="#999999", linewidth=0.8)
         axes.set_xscale("log")
@@ -97,6 +96,7 @@ def draw_losses(cells: Sequence[Cell], curves: dict[str, Curve], path: Path, tar
         axes.set_ylabel("validation loss (nats per byte)")
         axes.set_title(f"{link}, {shown[0].num_hosts if shown else 0} hosts", loc="left", fontsize=10)
         _tidy(axes)
+    figure.axes[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     FigureCanvasAgg(figure).print_png(str(path))
 
 
