@@ -86,7 +86,11 @@ def _setting(asked: ScaleCommand) -> Setting:
     check_float("--utilisation", asked.utilisation, 0.01, 1.0)
     return Setting(
         link=read_link(asked.link, "--link"),
-        island_link=replace(read_link(asked.island_link, "--island-link"), payload_share=FAST.payload_share),
+        island_link=replace(
+            read_link(asked.island_link, "--island-link"),
+            payload_share=FAST.payload_share,
+            window_bytes=FAST.window_bytes,
+        ),
         island_size=asked.island,
         tokens=asked.tokens,
         topk=asked.topk,

@@ -1,9 +1,10 @@
 """A thin wire without one: real exchanges, whose end is held back until a modelled link would have carried them.
 
 It needs no root and no second machine, and it is a model, not a measurement. The link is a queue for bytes: an exchange
-occupies it for as long as its bytes take, after all that were handed over before it. Latencies overlap. Bytes, rounds and
-times are the planner's (`thinwire.planner.cost`), so that the two cannot disagree. Nothing is held back that a replica does
-not wait for, and what the real exchange takes is hidden inside, unless it takes longer than the model says.
+occupies it for as long as its bytes take, after all that were handed over before it, and after a long pause for a slow start
+as well. Latencies overlap. Bytes, rounds and times are the planner's (`thinwire.planner.cost`), so that the two cannot
+disagree. Nothing is held back that a replica does not wait for, and what the real exchange takes is hidden inside, unless it
+takes longer than the model says.
 """
 
 import threading
@@ -47,15 +48,17 @@ class ShapedLink:
             raise ValueError(f"link={str(spec)!r}: a modelled link knows no jitter and no loss; leave them out")
         self.spec, self._link = spec, spec.link
         self._roll_call, self.clock, self.sleep = roll_call, clock, sleep
-        self._free_at = -float("inf")
+        self._free_at = self._done_at = -float("inf")
         self._turn = threading.Lock()
 
     def start(self, exchange: Exchange, what: str) -> "Passage":
         """Put an exchange on the link, behind all that are there. Collective, if there is a roll call."""
         began = self.clock()
         with self._turn:
-            self._free_at = max(began, self._free_at) + transfer_seconds(exchange, self._link)
-            ends = self._free_at + latency_seconds(exchange, self._link, TRIPS_PER_ROUND)
+            found = self._link.after(began - self._done_at)
+            self._free_at = max(began, self._free_at) + transfer_seconds(exchange, found)
+            ends = self._free_at + latency_seconds(exchange, found, TRIPS_PER_ROUND)
+            self._done_at = max(self._done_at, ends)
         return Passage(self, began, ends, self._call(what))
 
     def _call(self, what: str) -> Pending | None:

@@ -3,10 +3,11 @@
 Letters: R replicas, G bytes of all gradients, P bytes of one replica's payload, C compute seconds (forward and backward),
 w bytes per second of the link, t one-way seconds (half of the round trip), a one-way trips per round.
 
-    transfer = received / w,  latency = a * rounds * t,  network = transfer + latency
+    transfer = received / w + slow start,  latency = a * rounds * t,  network = transfer + latency
     hidden   = overlap * 2/3 * C for DDP, and for DeMo if it overlaps, else 0
     exposed  = max(0, network - hidden) for DDP, unless its number of buckets is given
-             = max(transfer / n, transfer - (n - 1) / n * hidden) + latency for DeMo in n buckets
+             = max(transfer / n, transfer - (n - 1) / n * hidden) + latency for DeMo in n buckets, the slow start being
+               that of the first bucket
     step     = C + optimizer + exposed
     efficiency = C / step
 
@@ -18,6 +19,7 @@ w bytes per second of the link, t one-way seconds (half of the round trip), a on
 In both a rank also transmits what it receives, in the other direction of its link. Pure functions; no shapes, no codecs.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from thinwire.planner.links import Link
@@ -80,13 +82,19 @@ class Exchange:
 
     ``sent_bytes`` counts a message once, whoever receives it, as `DeMo.traffic` does. ``received_bytes`` is what the link
     carries in each direction: in a ring a rank passes on as much as it receives. ``num_pauses`` is how often the link was
-    idle before.
+    idle before, if only for a moment. Where replicas speak in one of ``period`` steps, all is an average over these.
     """
 
     sent_bytes: int
     received_bytes: int
-    num_rounds: int
+    num_rounds: float
     num_pauses: int = 1
+    period: int = 1
+
+    @property
+    def message_bytes(self) -> float:
+        """What one rank tells its neighbour in a round, on average."""
+        return self.received_bytes / self.num_rounds if self.num_rounds else 0.0
 
     def __add__(self, other: "Exchange") -> "Exchange":
         """One after the other."""
@@ -112,6 +120,12 @@ class Workload:
     hidden_seconds: float = 0.0
     trips_per_round: int = TRIPS_PER_ROUND
     num_buckets: int | None = None
+
+    @property
+    def pause_seconds(self) -> float:
+        """How long the link is idle between two steps' exchanges."""
+        between = self.compute_seconds + self.optimizer_seconds
+        return self.exchange.period * between - self.hidden_seconds
 
     @property
     def label(self) -> str:
@@ -187,15 +201,17 @@ def tree_broadcast(num_bytes: int, num_replicas: int) -> Exchange:
 
 def transfer_seconds(exchange: Exchange, link: Link) -> float:
     """``received / w``: how long the link is busy with the bytes; less the bursts that a shaper lets pass, and more where
-    the link has a slow start."""
+    the link has a slow start.
+
+    A step's first message pays for that. Those that follow find a window that has grown to hold as much as it did."""
     passed = min(exchange.received_bytes, link.burst_bytes * exchange.num_pauses)
     seconds = (exchange.received_bytes - passed) / link.bytes_per_second
-    return seconds + exchange.num_pauses * slow_start_seconds(exchange.received_bytes / exchange.num_pauses, link)
+    return seconds + slow_start_seconds(exchange.message_bytes, link) / exchange.period
 
 
 def slow_start_seconds(num_bytes: float, link: Link) -> float:
     """What a window that begins small and doubles costs: it is filled once in each round trip, until it fills the link."""
-    seconds, left, window = 0.0, num_bytes, link.window_bytes
+    seconds, left, window = 0.0, num_bytes, link.window_bytes or math.inf
     while left > window and window < link.bytes_per_second * link.round_trip_seconds:
         seconds += link.round_trip_seconds - window / link.bytes_per_second
         left, window = left - window, 2 * window
@@ -208,22 +224,25 @@ def latency_seconds(exchange: Exchange, link: Link, trips_per_round: int) -> flo
 
 
 def network_seconds(exchange: Exchange, link: Link, trips_per_round: int) -> float:
-    """``received / w + a * rounds * t``: bytes at the link's rate, and the latency of rounds that wait for each other."""
+    """Transfer and latency: bytes at the link's rate, once TCP has found it, and rounds that wait for each other."""
     return transfer_seconds(exchange, link) + latency_seconds(exchange, link, trips_per_round)
 
 
 def exposed_seconds(workload: Workload, link: Link) -> float:
-    """The network time that nothing hides.
+    """The network time that nothing hides, on the link as the pause before has left it.
 
     In n buckets, the i-th ready after i / n of what can hide them, bytes leave in order and latencies overlap. What is left
-    at the end is decided by the first bucket, if the link has been busy ever since, or by the last, which cannot hide.
+    at the end is decided by the first bucket, which pays for a slow start, if the link has been busy ever since, or by the
+    last, which cannot hide.
     """
-    transfer = transfer_seconds(workload.exchange, link)
-    latency = latency_seconds(workload.exchange, link, workload.trips_per_round)
+    exchange = workload.exchange
     if workload.num_buckets is None:
-        return max(0.0, transfer + latency - workload.hidden_seconds)
+        return max(0.0, network_seconds(exchange, link, workload.trips_per_round) - workload.hidden_seconds)
     share = 1 / workload.num_buckets
-    return max(transfer * share, transfer - (1 - share) * workload.hidden_seconds) + latency
+    start = slow_start_seconds(share * exchange.message_bytes, link) / exchange.period
+    transfer = transfer_seconds(exchange, replace(link, window_bytes=None))
+    left = max(share * transfer, start + transfer - (1 - share) * workload.hidden_seconds)
+    return left + latency_seconds(exchange, link, workload.trips_per_round)
 
 
 def ddp(
@@ -294,7 +313,8 @@ def thinwire_demo(
 
 
 def predict(workload: Workload, link: Link) -> Prediction:
-    """The time of one step on this link."""
+    """The time of one step on this link, many steps after the first."""
+    found = link.after(workload.pause_seconds)
     return Prediction(
         method=workload.method,
         topk=workload.topk,
@@ -304,6 +324,6 @@ def predict(workload: Workload, link: Link) -> Prediction:
         received_bytes=workload.exchange.received_bytes,
         compute_seconds=workload.compute_seconds,
         optimizer_seconds=workload.optimizer_seconds,
-        network_seconds=network_seconds(workload.exchange, link, workload.trips_per_round),
-        exposed_seconds=exposed_seconds(workload, link),
+        network_seconds=network_seconds(workload.exchange, found, workload.trips_per_round),
+        exposed_seconds=exposed_seconds(workload, found),
     )

@@ -2,10 +2,14 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # TCP over Ethernet: 1448 of the 1514 bytes of a full frame are the sender's own. The rate of a link counts whole frames.
 TCP_PAYLOAD_SHARE = 1448 / 1514
+# What TCP sends after a pause before it has heard anything: ten segments.
+FIRST_WINDOW_BYTES = 10 * 1448
+# Linux halves the window for each time-out, 0.2 s and a round trip, that a connection is idle. Taken as all or nothing.
+LONGEST_SHORT_PAUSE_SECONDS = 0.5
 
 _NUMBER_AND_UNIT = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([a-zA-Z/µμ]*)\s*", re.ASCII)
 _BIT_UNIT = re.compile(r"([kmgt]?)(?:bits?/s|bits?|bps|b/s|b)", re.IGNORECASE)
@@ -19,15 +23,15 @@ class Link:
     """What joins one replica to the others: a rate per direction, and the time to the other end and back.
 
     ``payload_share`` is the part of the rate that carries the sender's bytes; the rest is packet headers. ``burst_bytes``
-    pass at once after a pause, as a token bucket lets them. ``window_bytes`` may be under way at first after a pause, and
-    twice as many with every round trip: TCP's slow start. Neither plays a part unless it is given.
+    pass at once after a pause, as a token bucket lets them. ``window_bytes`` may be under way at first after a long pause,
+    and twice as many with every round trip: TCP's slow start. None or 0: there is none, as on a link that is not TCP's.
     """
 
     bits_per_second: float
     round_trip_seconds: float
     payload_share: float = TCP_PAYLOAD_SHARE
     burst_bytes: float = 0.0
-    window_bytes: float = math.inf
+    window_bytes: float | None = FIRST_WINDOW_BYTES
 
     def __post_init__(self) -> None:
         """Refuse a link on which no time can be predicted."""
@@ -36,8 +40,8 @@ class Link:
         if not 0 < self.payload_share <= 1:
             raise ValueError(f"payload_share={self.payload_share!r} must be above 0 and at most 1; leave it out for TCP")
         _check_range("burst_bytes", self.burst_bytes, allow_zero=True)
-        if not self.window_bytes > 0:
-            raise ValueError(f"window_bytes={self.window_bytes!r} must be above 0; leave it out for no slow start")
+        if self.window_bytes is not None and not self.window_bytes >= 0:
+            raise ValueError(f"window_bytes={self.window_bytes!r} must be above 0, or None for no slow start")
 
     @property
     def one_way_seconds(self) -> float:
@@ -48,6 +52,10 @@ class Link:
     def bytes_per_second(self) -> float:
         """The sender's own bytes per second, headers not counted."""
         return self.bits_per_second / 8 * self.payload_share
+
+    def after(self, pause_seconds: float) -> "Link":
+        """The link as messages find it that follow such a pause: TCP keeps its window through a short one."""
+        return self if pause_seconds > LONGEST_SHORT_PAUSE_SECONDS else replace(self, window_bytes=None)
 
 
 def parse_bandwidth(text: str, name: str = "bandwidth") -> float:

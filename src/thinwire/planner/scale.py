@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from thinwire.planner import rounds
+from thinwire.planner.cost import slow_start_seconds
 from thinwire.planner.rounds import SCHEDULES, Hosts, Schedule, Times
 from thinwire.planner.scale_methods import Case, Method, Setting, Stage
 
@@ -63,11 +64,26 @@ def num_rounds(stage: Stage, num_hosts: int, schedule: Schedule) -> int:
 
 
 def closed_seconds(stage: Stage, case: Case) -> float:
-    """The planner's formula, for links that are all alike: bytes at their rate, and the rounds' latency."""
+    """The planner's formula, for links that are all alike: bytes at their rate, the rounds' latency, and a slow start of
+    every connection."""
     setting, num_hosts = case.setting, stage.num_hosts(case)
-    link = setting.island_link if stage.reach == "island" else setting.link
+    link = (setting.island_link if stage.reach == "island" else setting.link).after(case.pause_seconds(stage))
     latency = setting.trips_per_round * num_rounds(stage, num_hosts, setting.schedule) * link.one_way_seconds
-    return carried_bytes(stage, num_hosts) / link.bytes_per_second + latency
+    streams = stage.num_streams(case) * (max(1, num_hosts - 1) if stage.collective == "all-to-all" else 1)
+    begins = replace(link, window_bytes=streams * (link.window_bytes or 0))
+    first = sum(slow_start_seconds(num_bytes, begins) for num_bytes in _first_messages(stage, num_hosts, setting.schedule))
+    return carried_bytes(stage, num_hosts) / link.bytes_per_second + latency + first
+
+
+def _first_messages(stage: Stage, num_hosts: int, schedule: Schedule) -> list[float]:
+    """The first message of each connection that a host waits for: one in a ring, one per round with doubling; those of an
+    all-to-all are under way together, and count as one."""
+    if num_hosts == 1:
+        return []
+    if stage.collective == "all-to-all":
+        return [carried_bytes(stage, num_hosts)]
+    message = stage.num_bytes / (stage.num_collectives if stage.collective == "all-gather" else num_hosts)
+    return list(dict(rounds.gather_steps(num_hosts, message, schedule)).values())
 
 
 def closed_step_seconds(method: Method, case: Case) -> float:
@@ -81,14 +97,14 @@ def closed_step_seconds(method: Method, case: Case) -> float:
 
 def simulate(stage: Stage, case: Case, ready_R: Times) -> Times:
     """When each replica is done with a stage, from when it was ready."""
-    size, trips = case.setting.island_size, case.setting.trips_per_round
-    if stage.reach == "island":
-        hosts, ready_GH = Hosts.of([case.setting.island_link] * size, trips), ready_R.reshape(-1, size)
-    elif stage.reach == "islands":
+    size, num_hosts = case.setting.island_size, stage.num_hosts(case)
+    links = [case.setting.island_link] * size if stage.reach == "island" else case.links(num_hosts)
+    found = [link.after(case.pause_seconds(stage)) for link in links]
+    hosts = Hosts.of(found, case.setting.trips_per_round, stage.num_streams(case))
+    ready_GH = ready_R[None] if stage.reach == "replicas" else ready_R.reshape(-1, size)
+    if stage.reach == "islands":
         # Its replicas share the island's link evenly, and go on when all of them are done.
-        hosts, ready_GH = Hosts.of(case.links(case.num_islands), trips), ready_R.reshape(-1, size).max(axis=1)[None]
-    else:
-        hosts, ready_GH = Hosts.of(case.links(case.num_replicas), trips), ready_R[None]
+        ready_GH = ready_GH.max(axis=1)[None]
     done_GH = _collective(stage, hosts, ready_GH, case.setting.schedule)
     return done_GH.repeat(size, axis=1).ravel() if stage.reach == "islands" else done_GH.ravel()
 
@@ -101,7 +117,7 @@ def _collective(stage: Stage, hosts: Hosts, ready_GH: Times, schedule: Schedule)
     done_GH = run[stage.collective](ready_GH, hosts, num_bytes, schedule)
     if stage.num_collectives > 1:
         # The second and all later ones begin together, and take the same time.
-        once = run[stage.collective](np.zeros_like(ready_GH), hosts, num_bytes, schedule).max()
+        once = run[stage.collective](np.zeros_like(ready_GH), hosts.when_warm, num_bytes, schedule).max()
         done_GH = np.full_like(done_GH, done_GH.max() + (stage.num_collectives - 1) * once)
     return done_GH
 

@@ -63,8 +63,8 @@ H200 = DeviceRates(
 
 
 THIN, SLOW = Link(1e9, 0.02), Link(1e8, 0.04)
-# Inside an island nothing is lost to TCP's headers.
-FAST = Link(400e9, 10e-6, payload_share=1.0)
+# Inside an island nothing is lost to TCP, neither to headers nor to its slow start.
+FAST = Link(400e9, 10e-6, payload_share=1.0, window_bytes=None)
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,10 @@ class Stage:
         """How many take part in one of them."""
         size = case.setting.island_size
         return {"replicas": case.num_replicas, "island": size, "islands": max(1, case.num_replicas // size)}[self.reach]
+
+    def num_streams(self, case: "Case") -> int:
+        """Connections that share a link: all replicas of an island have one of their own to their like in the next."""
+        return case.setting.island_size if self.reach == "islands" else 1
 
 
 @dataclass(frozen=True)
@@ -184,6 +188,10 @@ class Case:
     def hidden_seconds(self) -> float:
         """The part of backward under which a hidden stage can begin."""
         return self.setting.ddp_overlap * BACKWARD_SHARE * self.compute_seconds
+
+    def pause_seconds(self, stage: Stage) -> float:
+        """How long the links of a stage are idle before it."""
+        return self.compute_seconds - (self.hidden_seconds if stage.is_hidden else 0.0)
 
     @property
     def num_islands(self) -> int:

@@ -66,7 +66,7 @@ def rehearse(config: OptimConfig, model: nn.Module, num_replicas: int) -> tuple[
     for _ in range(config.fragments):
         peer.apply(peer.exchange(peer.compress(flat.zeros()), wire))
     total = wire.traffic.total
-    exchange = Exchange(total.sent_bytes // period, total.received_bytes // period, -(-wire.num_rounds // period))
+    exchange = Exchange(total.sent_bytes // period, total.received_bytes // period, wire.num_rounds / period, period=period)
     states = [tensor for optimizer in peer.optimizers for state in optimizer.state.values() for tensor in state.values()]
     return exchange, {
         "optimizer state": _bytes_of(tensor for tensor in states if isinstance(tensor, Tensor)),

@@ -1,5 +1,7 @@
 """The modelled link: its arithmetic on a clock that stands still, and training over it in this process."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -24,6 +26,8 @@ from thinwire.planner.links import TCP_PAYLOAD_SHARE
 
 # One byte of ours takes a microsecond, a round 20 ms.
 SPEC = LinkSpec(8e6 / TCP_PAYLOAD_SHARE, 8e6 / TCP_PAYLOAD_SHARE, 0.02)
+# After a pause the first 14,480 bytes take a round trip; the next window is more than the 20,000 that the link holds.
+START = 0.02 - 0.01448
 
 
 class FakeClock:
@@ -52,7 +56,7 @@ def test_an_exchange_takes_what_the_planner_says() -> None:
     assert clock.now - 100 == pytest.approx(network_seconds(exchange, SPEC.link, 2))
     with carried(link, ring_all_reduce(1_000_000, 4), "y"):
         clock.now += 1.0  # what the real one takes is hidden inside
-    assert clock.now == pytest.approx(100.063 + 1.5 + 0.12)
+    assert clock.now == pytest.approx(100.063 + 1.5 + 0.12), "no pause before it, and so no slow start"
     with carried(link, ring_all_reduce(1_000_000, 4), "z"):
         clock.now += 5.0  # unless it takes longer
     assert clock.now == pytest.approx(100.063 + 1.62 + 5.0)
@@ -64,16 +68,16 @@ def test_an_exchange_takes_what_the_planner_says() -> None:
 def test_exchanges_under_way_share_the_bytes_but_not_the_latency() -> None:
     link, clock = link_and_clock()
     first, second = link.start(Exchange(1, 500_000, 1), "1"), link.start(Exchange(1, 500_000, 1), "2")
-    assert (first.ends, second.ends) == (pytest.approx(100.52), pytest.approx(101.02))
+    assert (first.ends, second.ends) == (pytest.approx(100.52 + START), pytest.approx(101.02 + START))
     clock.now = 200.0
-    assert link.start(Exchange(1, 500_000, 1), "3").ends == pytest.approx(200.52), "an idle link saves nothing up"
+    assert link.start(Exchange(1, 500_000, 1), "3").ends == pytest.approx(200.52 + START), "an idle link saves nothing up"
     second.hold()
     assert clock.now == 200.0, "what is over is not waited for"
 
 
 def test_overlapped_buckets_leave_as_much_to_wait_for_as_the_planner_says() -> None:
-    costs = DeviceCosts(0.0, 0.0, 0.0, ddp_overlap=1.0)
-    for payload in (100_000, 4_000_000):
+    costs = DeviceCosts(0.0, 0.0, 0.0, ddp_overlap=0.5)
+    for payload in (100_000, 400_000, 4_000_000):
         link, clock = link_and_clock()
         passages = []
         for _ in range(8):
@@ -81,8 +85,23 @@ def test_overlapped_buckets_leave_as_much_to_wait_for_as_the_planner_says() -> N
             passages.append(link.start(ring_all_gather(payload // 8, 2), "bucket"))
         for passage in passages:
             passage.hold()
-        workload = thinwire_demo(0, payload, 32, "sign", 2, 1.5, costs, num_buckets=8)
+        workload = thinwire_demo(0, payload, 32, "sign", 2, 3.0, costs, num_buckets=8)
         assert clock.now - 101 == pytest.approx(predict(workload, SPEC.link).exposed_seconds)
+
+
+def test_tcp_forgets_its_window_in_a_long_pause_only() -> None:
+    link, clock = link_and_clock()
+    long, short = Exchange(1, 50_000, 1), Exchange(1, 14_480, 1)
+    for pause, exchange, expected in [
+        (0.0, long, 0.05 + START),
+        (0.4, long, 0.05),
+        (0.6, long, 0.05 + START),
+        (0.6, short, 0.01448),
+    ]:
+        clock.now += pause
+        began = clock.now
+        link.start(exchange, "x").hold()
+        assert clock.now - began == pytest.approx(expected + 0.02)
 
 
 def test_a_replica_that_comes_late_ends_late_on_all() -> None:
@@ -101,7 +120,7 @@ def test_a_replica_that_comes_late_ends_late_on_all() -> None:
 
     clock = FakeClock()
     link = ShapedLink(SPEC, Came(), clock=clock, sleep=clock.sleep)  # type: ignore[arg-type]
-    assert link.start(Exchange(1, 500_000, 1), "x").hold() == clock.now == pytest.approx(101.22)
+    assert link.start(Exchange(1, 500_000, 1), "x").hold() == clock.now == pytest.approx(101.22 + START)
     clock.now = 101.0
     assert link.start(Exchange(1, 0, 0), "y").hold(101.5) == pytest.approx(101.5), "bytes that came late from a GPU"
 
@@ -121,14 +140,16 @@ def test_the_link_is_a_queue_that_loses_no_byte(exchanges: list[tuple[int, int, 
     assert delivered == sorted(delivered), "bytes leave in the order in which they came"
     first = passages[0][0].began
     busy = 1e-6 * sum(num_bytes for num_bytes, _, _ in exchanges)
-    assert first + busy - 1e-6 <= delivered[-1] <= passages[-1][0].began + busy + 1e-6
+    most = busy + START * len(exchanges)
+    assert first + busy - 1e-6 <= delivered[-1] <= passages[-1][0].began + most + 1e-6
 
 
 def test_the_slower_direction_counts_and_no_limit_is_none() -> None:
     link, _ = link_and_clock(parse_link("100mbit/10mbit"))
     assert link.start(ring_all_gather(10**6, 2), "x").ends - 100 == pytest.approx(0.8 / TCP_PAYLOAD_SHARE)
     link, _ = link_and_clock(parse_link("unshaped,30ms"))
-    assert link.start(ring_all_gather(10**6, 2), "x").ends - 100 == pytest.approx(0.03, rel=1e-2)
+    # Without a limit only windows count: 10, 20, ... 320 segments are 0.91 MB, and the rest is in the seventh round trip.
+    assert link.start(ring_all_gather(10**6, 2), "x").ends - 100 == pytest.approx(7 * 0.03, rel=1e-2)
 
 
 @pytest.mark.parametrize("text", ["1mbit,loss=1%", "1mbit,1ms,jitter=1ms"])
@@ -151,7 +172,7 @@ def test_training_over_a_link_gives_the_same_bits_and_shows_the_wait(options: di
         model, optimizer, _ = train(transport.replica, num_steps, transport=over_link(transport, spec), **options)
         optimizer.drain()
         count, modelled = optimizer.traffic.total, ring_all_gather(optimizer.plan.payload_bytes, 2)
-        least = num_steps * network_seconds(modelled, spec.link, 2)
+        least = num_steps * network_seconds(modelled, replace(spec.link, window_bytes=None), 2)
         return flat(plain), flat(model), least, count.wait_seconds, count.exchange_seconds
 
     results = run_replicas(work, 2)

@@ -1,3 +1,6 @@
+import math
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,8 +21,10 @@ from thinwire.planner.cost import (
 )
 from thinwire.planner.links import Link
 
-# 8 Mbit/s without packet headers: one byte per microsecond.
-BYTE_PER_MICROSECOND = Link(8e6, 0.02, payload_share=1.0)
+# 8 Mbit/s without packet headers: one byte per microsecond. Without a slow start, so that sums stay short.
+BYTE_PER_MICROSECOND = Link(8e6, 0.02, payload_share=1.0, window_bytes=None)
+# The same, 100 ms there and back, so that 100 kB are under way when it is full; TCP begins with 10 kB.
+SLOW = Link(8e6, 0.1, payload_share=1.0, window_bytes=10_000)
 FREE = DeviceCosts(0.0, 0.0, 0.0, ddp_overlap=0.0)
 
 
@@ -102,23 +107,92 @@ def test_buckets_one_after_the_other(transfer: float, window: float, num_buckets
     assert overlapped(transfer, window, num_buckets) == pytest.approx(free_at - window, rel=1e-3, abs=1e-5)
 
 
-def test_bursts_pass_at_once_and_a_slow_start_takes_round_trips() -> None:
-    plain = Exchange(10**6, 10**6, 1, num_pauses=2)
-    bucket = Link(8e6, 0.1, payload_share=1.0, burst_bytes=300_000)
-    assert transfer_seconds(plain, bucket) == pytest.approx(0.4)
+def test_bursts_pass_at_once() -> None:
+    bucket = Link(8e6, 0.1, payload_share=1.0, burst_bytes=300_000, window_bytes=None)
+    assert transfer_seconds(Exchange(10**6, 10**6, 1, num_pauses=2), bucket) == pytest.approx(0.4)
     assert transfer_seconds(Exchange(1, 1, 1), bucket) == 0.0
-    # The link holds 100 kB: windows of 10, 20, 40 and 80 kB are sent in a round trip each instead of 10 to 80 ms.
-    slow = Link(8e6, 0.1, payload_share=1.0, window_bytes=10_000)
-    extra = 4 * 0.1 - 0.150
-    assert transfer_seconds(Exchange(1, 10**6, 1), slow) == pytest.approx(1.0 + extra)
-    assert transfer_seconds(plain, slow) == pytest.approx(1.0 + 2 * extra)
-    assert transfer_seconds(Exchange(1, 10_000, 1), slow) == pytest.approx(0.01), "what the first window holds does not wait"
     two = Exchange(1, 2, 3, 4) + Exchange(10, 20, 30, 40)
     assert two == Exchange(11, 22, 33, 44)
-    with pytest.raises(ValueError, match="window_bytes=0"):
-        Link(8e6, 0.1, window_bytes=0)
     with pytest.raises(ValueError, match="burst_bytes=-1"):
         Link(8e6, 0.1, burst_bytes=-1)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "seconds"),
+    [
+        (0, 0.0),
+        (10_000, 0.01),  # the first window holds it
+        (10_001, 0.1 + 0.000_001),  # a byte more waits for a round trip
+        (30_000, 0.1 + 0.02),  # 10 kB, a round trip later 20 kB
+        (70_000, 0.2 + 0.04),  # 10, 20 and 40 kB
+        (100_000, 0.3 + 0.03),  # 10, 20, 40 and what is left
+        # 10, 20, 40 and 80 kB, a round trip each; the next window is more than the link holds, so the rest does not wait.
+        (1_000_000, 0.4 + 0.85),
+        (100_000_000, 0.4 + 99.85),  # 1.0025 times the bytes' own time: a long message tends to the rate
+    ],
+)
+def test_a_slow_start_by_hand(num_bytes: int, seconds: float) -> None:
+    assert transfer_seconds(Exchange(1, num_bytes, 1), SLOW) == pytest.approx(seconds)
+    # A round on top costs its own round trip.
+    assert network_seconds(Exchange(1, num_bytes, 1), SLOW, 2) == pytest.approx(seconds + 0.1)
+
+
+@given(num_bytes=st.integers(0, 10**9), bits=st.floats(1e4, 1e12), round_trip=st.floats(0.0, 1.0))
+def test_a_slow_start_is_a_sender_that_waits_for_its_window(num_bytes: int, bits: float, round_trip: float) -> None:
+    link, clock, sent, window = Link(bits, round_trip, payload_share=1.0), 0.0, 0, 10 * 1448
+    while sent + window < num_bytes and window * 8 / bits < round_trip:
+        clock, sent, window = clock + round_trip, sent + window, 2 * window
+    alone = clock + (num_bytes - sent) * 8 / bits
+    assert transfer_seconds(Exchange(1, num_bytes, 1), link) == pytest.approx(alone, rel=1e-6, abs=1e-9)
+
+
+def test_only_the_first_of_many_messages_starts_slowly() -> None:
+    # Nine rounds of 30 kB: 0.27 s of bytes, and the first waits once, 0.1 s less the 10 ms of its first 10 kB.
+    assert transfer_seconds(ring_all_gather(30_000, 10), SLOW) == pytest.approx(0.27 + 0.09)
+    assert transfer_seconds(ring_all_gather(10_000, 10), SLOW) == pytest.approx(0.09), "each fits the first window"
+    # An all-reduce of 300 kB among ten: eighteen rounds of 30 kB.
+    assert transfer_seconds(ring_all_reduce(300_000, 10), SLOW) == pytest.approx(0.54 + 0.09)
+    # 5 tensors, two messages of 30 kB each, one after the other.
+    row = predict(published_demo(1, 300_000, 5, 32, 2, 1.0, FREE), SLOW)
+    assert row.network_seconds == pytest.approx(0.3 + 0.09 + 10 * 0.1)
+    # One exchange in four steps, of 30 kB: a quarter of all that in each.
+    assert transfer_seconds(Exchange(1, 7_500, 0.25, period=4), SLOW) == pytest.approx((0.03 + 0.09) / 4)
+
+
+def test_a_window_is_kept_through_a_short_pause() -> None:
+    def network(compute_seconds: float, costs: DeviceCosts = FREE) -> float:
+        return predict(thinwire_demo(10**9, 30_000, 32, "sign", 2, compute_seconds, costs), SLOW).network_seconds
+
+    assert network(0.49) == pytest.approx(0.03 + 0.1)
+    assert network(0.51) == pytest.approx(0.03 + 0.09 + 0.1)
+    assert network(0.4, DeviceCosts(0.0, 0.2, 0.0, 0.0)) == pytest.approx(0.22), "the optimizer's 0.2 s are a pause too"
+    # Of 0.9 s DDP hides up to 2/3 of backward, in which the link is busy: 0.3 s are left.
+    short, long = (ddp(15_000, 2, "bf16", 2, 0.9, DeviceCosts(0.0, 0.0, 0.0, overlap)) for overlap in (1.0, 0.0))
+    assert predict(short, SLOW).network_seconds == pytest.approx(0.03 + 2 * 0.1)
+    assert predict(long, SLOW).network_seconds == pytest.approx(0.03 + 0.09 + 2 * 0.1), "the first 15 kB wait once"
+    rare = Exchange(1, 7_500, 0.25, period=4)
+    assert Workload("rare", None, None, rare, 0.2, 0.0).pause_seconds == pytest.approx(0.8), "it speaks in one of four"
+
+
+def test_the_first_bucket_starts_slowly_and_the_others_follow_it() -> None:
+    costs = DeviceCosts(0.0, 0.0, 0.0, ddp_overlap=0.5)
+    # 1 s of backward hides, buckets of 30 kB: nothing queues, and the last takes its own 30 ms and a round trip.
+    row = predict(thinwire_demo(0, 240_000, 32, "sign", 2, 3.0, costs, 8), SLOW)
+    assert row.exposed_seconds == pytest.approx(0.03 + 0.1)
+    # 4 MB: busy from 1/8 s on; buckets of 500 kB, of which the first waits 4 round trips less the time of 150 kB.
+    row = predict(thinwire_demo(0, 4_000_000, 32, "sign", 2, 3.0, costs, 8), SLOW)
+    assert row.exposed_seconds == pytest.approx(4 - 7 / 8 + 0.25 + 0.1)
+
+
+@pytest.mark.parametrize("window", [None, 0, math.inf])
+def test_links_without_a_slow_start(window: float | None) -> None:
+    exchange = ring_all_gather(10**6, 2)
+    assert transfer_seconds(exchange, replace(SLOW, window_bytes=window)) == pytest.approx(1.0)
+    assert transfer_seconds(exchange, replace(SLOW, round_trip_seconds=0.0)) == 1.0, "nothing to wait for without delay"
+    assert Link(8e6, 0.1).window_bytes == 14_480, "ten segments, unless something else is said"
+    for senseless in (-1.0, math.nan):
+        with pytest.raises(ValueError, match=r"window_bytes=.* must be above 0, or None for no slow start"):
+            Link(8e6, 0.1, window_bytes=senseless)
 
 
 def test_the_published_code_pays_the_latency_of_every_tensor_twice() -> None:

@@ -21,7 +21,8 @@ MODEL = tensors_from_count(320_000_000)
 
 
 def report_of(bits_per_second: float, num_replicas: int = 8, compute_seconds: float = 0.3, **options: object) -> Report:
-    return make_report(MODEL, num_replicas, Link(bits_per_second, 0.001), compute_seconds, **options)  # type: ignore[arg-type]
+    link = Link(bits_per_second, 0.001, window_bytes=None)
+    return make_report(MODEL, num_replicas, link, compute_seconds, **options)  # type: ignore[arg-type]
 
 
 def test_rows_are_exact_to_the_byte() -> None:

@@ -126,6 +126,26 @@ def test_a_slow_link_and_a_straggler_hold_all_up() -> None:
     assert 5 < ten_times < 10, "the bytes take ten times as long, the trips do not"
 
 
+def test_a_slow_start_by_hand() -> None:
+    plain = replace(Setting(), link=Link(1e9, 0.02, window_bytes=None))
+
+    def extra(num_parameters: int, name: str) -> float:
+        """What the slow start adds to the network of 64 replicas."""
+        cases = (Case(setting, num_parameters, 64) for setting in (Setting(), plain))
+        with_it, without = (row_of([predict(method, case) for method in case.methods()], name) for case in cases)
+        return with_it.network_seconds - without.network_seconds
+
+    # A round trip holds 2.39 MB: windows of 10, 20, ... 1280 segments, 3.69 MB in all, come before one that fills it.
+    rate = 1e9 / 8 * 1448 / 1514
+    assert extra(10**9, "all-gather") == pytest.approx(8 * 0.02 - 2550 * 1448 / rate)
+    # Eight connections share an island's link, so that five windows are enough: 80, 160, ... 1280 segments.
+    assert extra(10**9, "hierarchical") == pytest.approx(5 * 0.02 - 2480 * 1448 / rate)
+    # 1 B: DDP's links are idle for a third of the compute, 0.33 s; 7 B: for 2.3 s.
+    assert extra(10**9, "DDP") == 0.0
+    assert extra(7 * 10**9, "DDP") == pytest.approx(8 * 0.02 - 2550 * 1448 / rate)
+    assert extra(10**8, "all-gather") == 0.0, "after 0.1 s of compute the window is still there"
+
+
 def test_the_devices_rates_are_those_that_were_measured() -> None:
     path = ROOT / "results" / "step" / "2026-11-15_h200" / "rows.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
