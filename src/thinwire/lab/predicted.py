@@ -6,6 +6,7 @@ All that is not the network is taken from the measured step itself, whose comput
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
 from thinwire.lab.rows import Cell
 from thinwire.planner.cost import DEVICES, Exchange, Workload, num_rounds, predict
@@ -71,14 +72,14 @@ def workload_of(cell: Cell) -> Workload:
     )
 
 
-def error_table(found: Sequence[Predicted]) -> str:
-    """A Markdown table of errors per method: the median of their sizes, and the worst with its link."""
-    lines = ["| method | cells | median error | worst | where |", "| --- | ---: | ---: | ---: | --- |"]
-    for method in dict.fromkeys(one.cell.method for one in found):
-        own = [one for one in found if one.cell.method == method]
+def error_table(found: Sequence[Predicted], by: Literal["method", "link"] = "method") -> str:
+    """A Markdown table of errors per method or link: the median of their sizes, and the worst with where it is."""
+    lines = [f"| {by} | cells | median error | worst | where |", "| --- | ---: | ---: | ---: | --- |"]
+    for name in dict.fromkeys(getattr(one.cell, by) for one in found):
+        own = [one for one in found if getattr(one.cell, by) == name]
         worst = max(own, key=lambda one: abs(one.error))
         middle = median(abs(one.error) for one in own)
-        where = f"{worst.cell.num_hosts} hosts, {worst.cell.link}"
-        lines.append(f"| {method} | {len(own)} | {100 * middle:.0f} % | {100 * worst.error:+.0f} % | {where} |")
+        where = f"{worst.cell.num_hosts} hosts, {worst.cell.link if by == 'method' else worst.cell.method}"
+        lines.append(f"| {name} | {len(own)} | {100 * middle:.0f} % | {100 * worst.error:+.0f} % | {where} |")
     everyone = median(abs(one.error) for one in found)
     return "\n".join([*lines, f"| all | {len(found)} | {100 * everyone:.0f} % | | |"])

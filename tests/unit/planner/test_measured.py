@@ -4,15 +4,19 @@ The local time of each row is that of the same method on an unshaped link. `docs
 which is tested here too.
 """
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from thinwire.planner.cost import DEVICES, DeviceCosts, Workload, predict, published_demo, ring_all_reduce
+from thinwire.planner.link_spec import parse_link
 from thinwire.planner.links import Link
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "planner.md"
+ROOT = Path(__file__).parents[3]
+DOCUMENT = ROOT / "docs" / "planner.md"
+PAUSES = ROOT / "results" / "pauses" / "2026-11-16_cpu" / "rows.jsonl"
 GRADIENT_BYTES = 40_200_000
 PAYLOAD_BYTES = 1_060_000
 NUM_TENSORS = 26
@@ -95,6 +99,15 @@ def test_the_misses_are_the_size_of_the_shapers_bursts(row: Measured) -> None:
     workload = published_demo(0, PAYLOAD_BYTES, NUM_TENSORS, 32, row.num_hosts, row.unshaped_seconds, FREE)
     without = predict(workload, link)
     assert abs(without.step_seconds / row.seconds - 1) < (0.021 if row.num_hosts == 2 else 0.11)
+
+
+def test_a_window_outlives_the_pauses_that_the_planner_calls_short() -> None:
+    rows = [json.loads(line) for line in PAUSES.read_text().splitlines()]
+    seconds = {(row["link"], row["num_bytes"], row["pause_seconds"]): row["median_seconds"] for row in rows}
+    for (link, num_bytes, pause), found in seconds.items():
+        is_short = parse_link(link).link.after(pause).window_bytes is None
+        assert is_short == (found < 1.05 * seconds[link, num_bytes, 0.0]), (link, num_bytes, pause)
+    assert len(rows) == 42
 
 
 def test_the_table_in_the_docs_is_this_one() -> None:
