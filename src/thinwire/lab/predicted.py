@@ -24,6 +24,8 @@ _ALL_REDUCE = (
     "diloco-streaming",
 )
 _DDP = ("adamw", "adamw-bf16", "adamw-fp16", "powersgd", "galore")
+# Begins all its exchanges of a step together.
+_TOGETHER = ("published-code",)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ def workload_of(cell: Cell) -> Workload:
     is_demo = cell.settings.get("overlap", False)
     is_early = is_demo or cell.method in _DDP
     # DDP's buckets, and DeMo's, are under way at the same time: their latencies overlap, and only one shows.
-    rounds = num_rounds(kind, cell.num_hosts) * (1 if is_early else num_exchanges)
+    is_one = is_early or cell.method in _TOGETHER
+    rounds = num_rounds(kind, cell.num_hosts) * (1 if is_one else num_exchanges)
     exchange = Exchange(round(cell.meter_sent * cell.period), round(cell.meter_received * cell.period), rounds)
     return Workload(
         method=cell.method,

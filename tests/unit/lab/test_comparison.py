@@ -160,4 +160,9 @@ def test_the_planner_is_put_beside_every_shaped_cell() -> None:
     assert one.seconds == pytest.approx(2.0 + 0.96 + 0.08 + start)
     rare = predict_all([replace(found, period=4, meter_received=found.meter_received / 4, num_exchanges=0.25)])[0]
     assert rare.seconds == pytest.approx(2.0 + (0.96 + 0.08 + start) / 4)
+    two, together = predict_all(
+        [replace(found, method=name, num_exchanges=2.0) for name in ("onebit-adam", "published-code")]
+    )
+    assert two.seconds == pytest.approx(2.0 + 0.96 + 2 * 0.08 + start), "one after the other, half of the bytes each"
+    assert together.seconds == pytest.approx(one.seconds), "both under way at once"
     assert "| topk | 1 | 60 % | +60 % | 2 hosts, 10mbit,80ms |" in error_table([one])
