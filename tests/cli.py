@@ -1,22 +1,33 @@
-"""Run the ``thinwire`` program as a user does: as a process, in a terminal of its own, with signals."""
+"""Run the ``thinwire`` program as a user does: as a process, in a terminal of its own, with signals.
 
+`replicas` is for tests that are not about how it is started.
+"""
+
+import argparse
 import contextlib
 import fcntl
 import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.ranks import forkserver
+from thinwire import cli
+
 PROGRAM = [sys.executable, "-m", "thinwire"]
 # A model and a run that take seconds; options given later win.
 TINY = ["--layers", "1", "--width", "64", "--heads", "2", "--mlp-width", "128", "--sequence", "32", "--batch", "8"]
 TINY += ["--warmup-steps", "2", "--eval-examples", "16", "--sample-tokens", "16", "--no-tensorboard"]
+# One file of the standard library, since to read all of it takes longer than such a run; one thread, as in `conftest`.
+TINY += ["--dataset", argparse.__file__, "--threads", "1"]
 
 
 def thinwire(
@@ -25,6 +36,57 @@ def thinwire(
     """Run to the end. ``under``: another launcher than the program's own."""
     command = [*under, *arguments] if under else [*PROGRAM, *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def torchrun_sets(rank: int, number: int, port: int, machines: int = 1) -> dict[str, str]:
+    """The variables of one of ``number`` replicas, which are all on one machine or alone on as many machines."""
+    here = number // machines
+    places = {"RANK": rank, "WORLD_SIZE": number, "LOCAL_RANK": rank % here, "LOCAL_WORLD_SIZE": here, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "localhost", **{name: str(value) for name, value in places.items()}}
+
+
+def free_port() -> int:
+    """A port that nobody has."""
+    with socket.socket() as unused:
+        unused.bind(("localhost", 0))
+        return int(unused.getsockname()[1])
+
+
+def replicas(
+    *arguments: str, cwd: Path, number: int = 2, machines: int = 1, timeout: float = 200.0
+) -> subprocess.CompletedProcess[str]:
+    """As `thinwire`, but in processes like torchrun's, forked from one that has imported all they need.
+
+    Returns the largest exit code, what the first one printed, and what all of them complained of.
+    """
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        files = [(Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(number)]
+        processes = []
+        for rank in range(number):
+            variables = torchrun_sets(rank, number, port, machines) if number > 1 else {}
+            processes.append(forkserver().Process(target=_replica, args=(arguments, cwd, variables, *files[rank])))
+            processes[-1].start()
+        deadline = time.monotonic() + timeout
+        try:
+            for process in processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+            codes = [process.exitcode for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        out, err = files[0][0].read_text(), "".join(file.read_text() for _, file in files)
+        assert None not in codes, f"not ended within {timeout} s:\n{out}{err}"
+        return subprocess.CompletedProcess(arguments, max(map(abs, codes)), out, err)
+
+
+def _replica(arguments: Sequence[str], cwd: Path, variables: dict[str, str], out: Path, err: Path) -> None:
+    for path, number in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    os.chdir(cwd)
+    os.environ.update(variables)
+    sys.argv[1:] = arguments
+    cli.main()
 
 
 class Terminal:

@@ -18,6 +18,12 @@ settings.load_profile("thinwire")
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """A run in this process may have set more, which wait for each other for long where tests share the cores."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Every device there is: the CPU always, a GPU with ``make test-gpu``."""

@@ -1,5 +1,6 @@
 """Run a function as several real processes joined by gloo, and show the first traceback if one fails."""
 
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -7,21 +8,30 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+# What the server imports before it forks: with the trainer and its model, so that replicas need not import them each.
+_PRELOADED = ["torch.distributed.tensor", "hypothesis", "matplotlib.pyplot", "pytest", "thinwire.training.loop"]
+_PRELOADED += ["transformers.models.llama.modeling_llama", "transformers.models.resnet.modeling_resnet"]
+
+
+def forkserver() -> ForkServerContext:
+    """Starts processes whose imports are done. There is one server per process of pytest, for all that is started so."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
 
 
 def run_ranks(
     work: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 120.0, may_die: bool = False
 ) -> list[Any]:
     """Call ``work(rank, *args)`` in ``num_ranks`` processes and return what each returned (None if it died)."""
-    # A server that has imported torch once forks the ranks, so that they need not import it each.
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.tensor", "pytest", "thinwire"])
+    context = forkserver()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_rank_main, args=(work, rank, num_ranks, folder, args), daemon=True)

@@ -1,6 +1,5 @@
 """Break each invariant on purpose and see its test fail: the tests can fail, and for the right reason."""
 
-import multiprocessing
 import os
 import shutil
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import thinwire
+from tests.ranks import forkserver
 
 SOURCE = Path(thinwire.__file__).parent
 ROOT = SOURCE.parent.parent
@@ -214,9 +214,7 @@ MUTATIONS = [
 
 def run(source: Path, test: str, log: Path) -> int:
     """The exit code of one test against other sources, in a process whose torch is imported already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "hypothesis", "pytest"])
-    process = context.Process(target=_run, args=(str(source), test, str(log)), daemon=False)
+    process = forkserver().Process(target=_run, args=(str(source), test, str(log)), daemon=False)
     process.start()
     process.join(200)
     if process.is_alive():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests.cli import PROGRAM, TINY, thinwire
+from tests.cli import PROGRAM, TINY, free_port, replicas, torchrun_sets
 from thinwire.cli import run
 
 TRAIN = ["train", "quickstart", *TINY, "--steps", "3", "--eval-every", "3"]
@@ -24,12 +24,6 @@ def line_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("thinwire: ")
     return line
-
-
-def place(rank: int, port: int) -> dict[str, str]:
-    """What torchrun sets, for one of two machines with one replica each."""
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    return {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **address}
 
 
 @pytest.fixture
@@ -129,7 +123,7 @@ def test_run_folders_and_checkpoints(here: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_full_disk(tmp_path: Path) -> None:
     """The operating system refuses to write more than 100 kB into a file: as a full disk would, in the middle of one."""
-    good = thinwire(*TRAIN, "--out", "run", cwd=tmp_path)
+    good = replicas(*TRAIN, "--out", "run", cwd=tmp_path, number=1)
     assert good.returncode == 0, good.stderr
     before = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     done = subprocess.run(
@@ -146,7 +140,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert line.startswith("thinwire: no checkpoint at step 6: replica 0 could not write run/checkpoints: ")
     assert "File too large" in line
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == before
-    again = thinwire("train", "--resume", "run", "--steps", "6", cwd=tmp_path)
+    again = replicas("train", "--resume", "run", "--steps", "6", cwd=tmp_path, number=1)
     assert again.returncode == 0, again.stderr
 
 
@@ -161,9 +155,7 @@ def test_a_port_in_use(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_replicas_that_cannot_reach_each_other(tmp_path: Path) -> None:
-    with socket.socket() as unused:
-        unused.bind(("localhost", 0))
-        port = unused.getsockname()[1]
+    port = free_port()
     done = subprocess.run(
         [*PROGRAM, *TRAIN, "--timeout-seconds", "3", "--out", "run"],
         cwd=tmp_path,
@@ -171,7 +163,7 @@ def test_replicas_that_cannot_reach_each_other(tmp_path: Path) -> None:
         text=True,
         timeout=120,
         check=False,
-        env={**os.environ, **place(1, port)},
+        env={**os.environ, **torchrun_sets(1, 2, port, machines=2)},
     )
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if line.startswith("thinwire: ")]
@@ -182,20 +174,10 @@ def test_replicas_that_cannot_reach_each_other(tmp_path: Path) -> None:
 
 def test_replicas_with_other_settings(tmp_path: Path) -> None:
     """torchrun on two machines, with a different flag on each: both say which."""
-    with socket.socket() as unused:
-        unused.bind(("localhost", 0))
-        port = unused.getsockname()[1]
-    processes = []
+    port, processes = free_port(), []
     for rank, lr in enumerate(("0.1", "0.2")):
-        place = {
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": "0",
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(port),
-        }
         command = [*PROGRAM, *TRAIN, "--timeout-seconds", "60", "--out", f"run-{rank}", "--lr", lr]
-        environment = {**os.environ, **place}
+        environment = {**os.environ, **torchrun_sets(rank, 2, port, machines=2)}
         processes.append(
             subprocess.Popen(
                 command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -210,7 +192,7 @@ def test_replicas_with_other_settings(tmp_path: Path) -> None:
 def test_replicas_that_torchrun_has_not_started(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in place(0, 1).items():
+    for name, value in torchrun_sets(0, 2, 1, machines=2).items():
         monkeypatch.setenv(name, value)
     line = line_of([*TRAIN, "--replicas", "4"], capsys)
     assert "replicas=4, but torchrun has started 2: leave --replicas out" in line

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli import thinwire
+from tests.cli import replicas
 from thinwire.bench.report import markdown
 from thinwire.bench.step import StepRow
 from thinwire.cli import run
@@ -17,7 +17,7 @@ TINY = ["bench", "step", "--shapes", "tiny", "--rounds", "2", "--topk", "8", "--
 
 def test_a_step_is_measured_beside_others(tmp_path: Path) -> None:
     out = tmp_path / "rows"
-    found = thinwire(*TINY, "--replicas", "1", "2", "--out", str(out), cwd=tmp_path)
+    found = replicas(*TINY, "--replicas", "1", "2", "--out", str(out), cwd=tmp_path, number=1)
     assert found.returncode == 0, found.stderr
     rows = [StepRow(**json.loads(line)) for line in (out / "rows.jsonl").read_text().splitlines()]
     names = [(row.contender, row.topk, row.replicas) for row in rows]

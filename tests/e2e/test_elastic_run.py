@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import PROGRAM, TINY, thinwire
+from tests.cli import PROGRAM, TINY, replicas
 from thinwire.exchange.transport import SoloTransport
 from thinwire.training.checkpoints import Checkpoints
 
@@ -107,6 +107,6 @@ def test_on_loss_stop_leaves_a_checkpoint(tmp_path: Path) -> None:
     # A replica that comes back when all steps are taken has nobody to wait for.
     step = int(os.readlink(run.folder / "checkpoints" / "last").removeprefix("step-"))
     nobody = ["--lighthouse", "127.0.0.1:9", "--slot", "2", "--steps", str(step)]
-    done = thinwire("train", "--resume", str(run.folder), *nobody, cwd=tmp_path, timeout=60)
+    done = replicas("train", "--resume", str(run.folder), *nobody, cwd=tmp_path, number=1, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "is at its last step" in done.stdout

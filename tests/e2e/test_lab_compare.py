@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import thinwire
+from tests.cli import replicas, thinwire
 from thinwire.lab import rows
 from thinwire.lab.rows import Cell
 from thinwire.lab.support import missing
@@ -18,7 +18,7 @@ def test_two_hosts_are_compared_and_the_rest_is_measured_later(tmp_path: Path) -
     kept = Cell(2, "20mbit,10ms", "topk", seconds=1.5, parts=dict.fromkeys(rows.PARTS, 0.1), measured_bits=19e6)
     (tmp_path / "out").mkdir()
     rows.append(tmp_path / "out" / "rows.jsonl", kept)
-    command = ["lab", "compare", "--hosts", "2", "--recipe", "quickstart", "--steps", "2", "--out", "out"]
+    command = ["lab", "compare", "--hosts", "2", "--recipe", "vit", "--steps", "2", "--out", "out"]
     done = thinwire(*command, "--methods", "topk", "adamw", "demo", "--links", "20mbit,10ms", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     topk, adamw, demo = rows.read(tmp_path / "out" / "rows.jsonl")
@@ -51,7 +51,7 @@ def test_senseless_comparisons_are_refused_before_anything_is_built(tmp_path: Pa
         ("--target", "1.5"): "target needs the loss curves",
         ("--recipe", "nothing"): "there is no recipe 'nothing'",
     }.items():
-        done = thinwire("lab", "compare", *arguments, cwd=tmp_path)
+        done = replicas("lab", "compare", *arguments, cwd=tmp_path, number=1)
         assert done.returncode == 1
         assert complaint in done.stderr
         assert not (tmp_path / "lab").exists()

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from tests.cli import TINY, thinwire
+from tests.cli import TINY, replicas
 from thinwire.planner.cost import network_seconds, ring_all_gather
 from thinwire.planner.link_spec import parse_link
 
@@ -13,7 +13,7 @@ STEPS = 6
 
 def test_a_run_over_a_modelled_link(tmp_path: Path) -> None:
     options = ["--replicas", "2", "--link", "10mbit,40ms", "--steps", str(STEPS), "--out", "run"]
-    done = thinwire("train", "quickstart", *TINY, *options, cwd=tmp_path)
+    done = replicas("train", "quickstart", *TINY, *options, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "over gloo, held back as over 10 Mbit/s, 40 ms: a model, not a measurement" in done.stdout
     assert "network (10mbit,40ms: a model)" in done.stdout

@@ -3,14 +3,14 @@
 import json
 from pathlib import Path
 
-from tests.cli import TINY, thinwire
+from tests.cli import TINY, replicas
 
 RUN = ["train", "quickstart", *TINY, "--update", "sign", "--lr", "1e-3", "--schedule", "constant", "--eval-examples", "13"]
 RUN += ["--eval-every", "3", "--checkpoint-every", "0"]
 
 
-def run(*arguments: str, cwd: Path) -> str:
-    done = thinwire(*arguments, cwd=cwd)
+def run(*arguments: str, cwd: Path, number: int) -> str:
+    done = replicas(*arguments, cwd=cwd, number=number)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -24,7 +24,7 @@ def test_sharded_replicas_train_and_go_on_elsewhere(tmp_path: Path) -> None:
     mesh = ["--mesh", "replicate=2,shard=2"]
     (tmp_path / "key").write_text("a key of the run")
     (tmp_path / "key").chmod(0o600)
-    shown = run(*RUN, *mesh, "--steps", "6", "--key-file", "key", "--out", "run", cwd=tmp_path)
+    shown = run(*RUN, *mesh, "--steps", "6", "--key-file", "key", "--out", "run", cwd=tmp_path, number=4)
     assert "2 replicas of 2 ranks each on cpu over gloo, signed" in shown
     assert 'key_file = "key"' in (tmp_path / "run" / "config.toml").read_text()
     written = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
@@ -36,8 +36,9 @@ def test_sharded_replicas_train_and_go_on_elsewhere(tmp_path: Path) -> None:
     sharded = losses(tmp_path / "run")
     assert list(sharded) == [1, 2, 3, 4, 5, 6]
     elsewhere = ["--mesh", "", "--replicas", "1", "--steps", "8"]
-    refused = thinwire("train", "--resume", "run", *elsewhere, cwd=tmp_path)
+    refused = replicas("train", "--resume", "run", *elsewhere, cwd=tmp_path, number=1)
     assert refused.returncode == 1
     assert "--residual sum, mean, keep or zero" in refused.stderr
-    assert "momenta by 'sum'" in run("train", "--resume", "run", *elsewhere, "--residual", "sum", cwd=tmp_path)
+    shown = run("train", "--resume", "run", *elsewhere, "--residual", "sum", cwd=tmp_path, number=1)
+    assert "momenta by 'sum'" in shown
     assert losses(tmp_path / "run")[8] < sharded[1]

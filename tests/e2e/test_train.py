@@ -1,10 +1,10 @@
 """``thinwire train`` as users run it: real processes, a real terminal, kill -9, Ctrl-C."""
 
 import json
+import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.cli import PROGRAM, TINY, Terminal, children_of, kill_all, thinwire
+from tests.cli import PROGRAM, TINY, Terminal, children_of, free_port, kill_all, replicas, thinwire
 
 STEPS = 24
 ONE = ["train", "quickstart", *TINY, "--steps", str(STEPS), "--eval-every", "8", "--checkpoint-every", "6"]
@@ -39,16 +40,23 @@ def assert_same_run(here: Path, there: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+Reference = tuple[Path, subprocess.CompletedProcess[str]]
+
+
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """One run that nothing interrupts."""
-    place = tmp_path_factory.mktemp("reference")
-    done = thinwire(*RUN, "--out", "run", cwd=place)
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """One run that nothing interrupts, whichever workers share the tests among them."""
+    base = tmp_path_factory.getbasetemp()
+    place = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "reference"
+    place.mkdir(exist_ok=True)
+    kept = place / "done.json"
+    with FileLock(f"{kept}.lock"):
+        if not kept.exists():
+            done = thinwire(*RUN, "--out", "run", cwd=place)
+            kept.write_text(json.dumps([done.returncode, done.stdout, done.stderr]))
+    done = subprocess.CompletedProcess(RUN, *json.loads(kept.read_text()))
     assert done.returncode == 0, done.stdout + done.stderr
     return place / "run", done
-
-
-Reference = tuple[Path, subprocess.CompletedProcess[str]]
 
 
 def test_a_run_tells_and_leaves_all_it_should(reference: Reference) -> None:
@@ -115,8 +123,8 @@ def test_kill_9_and_resume_is_as_if_nothing_had_happened(reference: Reference, t
 def test_ctrl_c_in_a_terminal_saves_and_ends_all(reference: Reference, tmp_path: Path) -> None:
     terminal = Terminal([*RUN, "--out", "run"], tmp_path)
     terminal.read_until("step 8: validation loss")
-    replicas = children_of(terminal.process.pid)
-    assert len(replicas) >= 2
+    started = children_of(terminal.process.pid)
+    assert len(started) >= 2
     terminal.press_ctrl_c()
     assert terminal.wait() == 130, terminal.text
     # The display redraws itself in place.
@@ -128,10 +136,10 @@ def test_ctrl_c_in_a_terminal_saves_and_ends_all(reference: Reference, tmp_path:
     found = re.search(r"stopped after step (\d+), with a checkpoint", terminal.text)
     assert found is not None, terminal.text
     assert "go on with: thinwire train --resume run" in terminal.text
-    assert not [pid for pid in replicas if Path(f"/proc/{pid}").exists()]
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
     run = json.loads((tmp_path / "run" / "checkpoints" / "last" / "replica-1" / "run.json").read_text())
     assert run["step"] == int(found[1]) < STEPS
-    done = thinwire("train", "--resume", "run", cwd=tmp_path)
+    done = replicas("train", "--resume", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert_same_run(reference[0], tmp_path / "run")
 
@@ -144,13 +152,13 @@ def test_replicas_stop_when_their_launcher_is_killed(tmp_path: Path) -> None:
     for line in process.stdout:
         if line.startswith("step 8:"):
             break
-    replicas = children_of(process.pid)
-    second = thinwire("train", "--resume", "run", "--replicas", "1", "--residual", "zero", cwd=tmp_path)
+    started = children_of(process.pid)
+    second = replicas("train", "--resume", "run", "--replicas", "1", "--residual", "zero", cwd=tmp_path, number=1)
     assert second.returncode == 1
     assert "another run is writing to this folder" in second.stderr
     process.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in replicas):
+    while any(Path(f"/proc/{pid}").exists() for pid in started):
         assert time.monotonic() < deadline, "replicas go on without their launcher"
         time.sleep(0.2)
     assert (tmp_path / "run" / "checkpoints" / "last" / "replica-1" / "run.json").exists()
@@ -183,9 +191,9 @@ def test_an_optimizer_over_ddp_resumes_too(tmp_path: Path) -> None:
     # A schedule that does not depend on the number of steps, so that the first part is a part of the whole.
     run = [*RUN, "--optimizer", "adamw", "--schedule", "constant", "--eval-every", "100", "--checkpoint-every", "0"]
     for name, steps in (("whole", "9"), ("halves", "5")):
-        done = thinwire(*run, "--steps", steps, "--out", name, cwd=tmp_path)
+        done = replicas(*run, "--steps", steps, "--out", name, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
-    done = thinwire("train", "--resume", "halves", "--steps", "9", cwd=tmp_path)
+    done = replicas("train", "--resume", "halves", "--steps", "9", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = weights(tmp_path / "whole"), weights(tmp_path / "halves")
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -193,7 +201,7 @@ def test_an_optimizer_over_ddp_resumes_too(tmp_path: Path) -> None:
 
 def test_images_with_running_statistics(tmp_path: Path) -> None:
     options = ["--steps", "12", "--eval-every", "6", "--width", "8", "--batch", "32", "--no-tensorboard"]
-    done = thinwire("train", "cnn", "--replicas", "2", *options, "--out", "run", cwd=tmp_path)
+    done = replicas("train", "cnn", "--replicas", "2", *options, "--out", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "right" in done.stdout
     curve = [loss for kind, _, loss in losses(tmp_path / "run") if kind == "evaluation"]
@@ -210,25 +218,20 @@ def test_training_goes_on_when_nobody_reads(tmp_path: Path) -> None:
 def test_two_machines_that_share_a_disk(reference: Reference, tmp_path: Path) -> None:
     """Two launchers with one replica each: the same run as two replicas of one machine, one folder, and a resumption."""
 
-    def start(*arguments: str) -> None:
-        with socket.socket() as unused:
-            unused.bind(("localhost", 0))
-            port = str(unused.getsockname()[1])
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-        torchrun += ["--master-addr", "localhost", "--master-port", port]
-        processes = []
-        for rank in ("0", "1"):
-            command = [*torchrun, "--node-rank", rank, "-m", "thinwire", *arguments, "--threads", "1"]
-            processes.append(
-                subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            )
-        for process in processes:
-            out, _ = process.communicate(timeout=200)
-            assert process.returncode == 0, out
-
-    start(*ONE, "--out", "run")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    torchrun += ["--master-addr", "localhost", "--master-port", str(free_port())]
+    processes = []
+    for rank in ("0", "1"):
+        command = [*torchrun, "--node-rank", rank, "-m", "thinwire", *ONE, "--out", "run"]
+        processes.append(
+            subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    for process in processes:
+        out, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, out
     assert_same_run(reference[0], tmp_path / "run")
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints" / "last").iterdir())
     assert names == ["files-0.json", "files-1.json", "model", "replica-0", "replica-1"]
-    start("train", "--resume", "run", "--steps", str(STEPS + 2))
+    done = replicas("train", "--resume", "run", "--steps", str(STEPS + 2), cwd=tmp_path, machines=2)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert losses(tmp_path / "run")[-1][1] == STEPS + 2

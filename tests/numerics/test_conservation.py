@@ -20,7 +20,7 @@ CASES += [(values, False, "triton") for values in sorted(VALUE_CODECS)] + [("int
 def test_decayed_momentum_plus_gradient_is_sent_plus_kept(
     values: str, share_of_dense: bool, backend: str, device: torch.device
 ) -> None:
-    parameter = nn.Parameter(torch.randn(48, 40, device=device))
+    parameter = nn.Parameter(torch.randn(32, 20, device=device))
     dense_below = 10**6 if share_of_dense else 0
     options = {"chunk": 16, "topk": 12, "values": values, "dense_below": dense_below}
     optimizer = DeMo([parameter], lr=1e-2, backend=backend, **options)
@@ -28,7 +28,7 @@ def test_decayed_momentum_plus_gradient_is_sent_plus_kept(
     (stack,) = bucket.stacks
     layout = stack.entries[0].layout
     for _ in range(5 if backend == "torch" else 2):
-        parameter.grad = torch.randn(48, 40, device=device)
+        parameter.grad = torch.randn(32, 20, device=device)
         before = optimizer.state[parameter]["momentum"].clone()
         groups = [optimizer._group_step(group) for group in optimizer.param_groups]
         encoding = optimizer._local.empty(bucket)

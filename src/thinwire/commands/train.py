@@ -17,7 +17,6 @@ from thinwire.parallel.launch import LAUNCHED, launch, launch_elastic
 from thinwire.parallel.mesh import parse_mesh
 from thinwire.parallel.place import Place, find_place
 from thinwire.training import recipes
-from thinwire.training.checkpoints import available_steps
 from thinwire.training.config import TrainConfig, all_fields, check
 from thinwire.training.config_file import RECIPE_KEY, as_toml, override, read_file
 from thinwire.training.errors import TrainingError
@@ -165,6 +164,8 @@ def _choose_folder(asked: TrainCommand, place: Place) -> Path:
     folder = Path(config.run.out) if config.run.out else Path("runs") / name
     is_launched = LAUNCHED in os.environ
     if place.local_replica == 0 and not is_launched and (folder / "config.toml").exists():
+        from thinwire.training.checkpoints import available_steps
+
         advice = f"go on with --resume {folder}, or name" if available_steps(folder) else "it has no checkpoint; name"
         raise TrainingError(f"out={folder} already holds a run: {advice} another folder")
     return folder
