@@ -5,12 +5,12 @@ from pathlib import Path
 from statistics import median
 
 from thinwire.lab.predicted import Predicted, error_table, predict_all, workload_of
-from thinwire.lab.rows import read
+from thinwire.lab.rows import merge, read
 from thinwire.planner.cost import predict
 from thinwire.planner.link_spec import parse_link
 
 ROOT = Path(__file__).parents[3]
-CELLS = [cell for cell in read(ROOT / "results/lab/2026-11-15_cpu/rows.jsonl") if cell.num_hosts == 2]
+CELLS = [cell for cell in merge(read(ROOT / "results/lab/2026-11-15_cpu/rows.jsonl")) if cell.num_hosts == 2]
 FOUND = predict_all(CELLS)
 
 
