@@ -20,10 +20,11 @@ from thinwire.exchange.agreement import AllGather, name_the_difference
 from thinwire.exchange.plan import Bucket
 from thinwire.exchange.sharding import align_gradient, is_sharded
 from thinwire.exchange.traffic import Traffic
-from thinwire.exchange.transport import Pending, Transport, bytes_on_wire, elastic, metered
+from thinwire.exchange.transport import Transport, elastic, metered
 from thinwire.gradients import fingerprint, first_trouble
 from thinwire.local_step import Encoding, LocalStep
-from thinwire.sealing import empty_findings, inspect_, open_, read_findings, seal_
+from thinwire.routes import Route
+from thinwire.sealing import inspect_, open_, read_findings
 from thinwire.slabs import LocalTensor
 from thinwire.stack_step import GroupStep
 from thinwire.wire.payload import HEADER_WORDS, Header, Trouble, Verdict
@@ -38,7 +39,8 @@ class Attempt:
 
     def __init__(
         self,
-        buckets: Sequence[tuple[Bucket, Encoding]],
+        route: Route,
+        rooms: Sequence[Encoding],
         local: LocalStep,
         groups: Sequence[GroupStep],
         header: Header,
@@ -50,8 +52,8 @@ class Attempt:
     ) -> None:
         self.header, self.description, self.compares, self._drops = header, description, compares, drops
         self._transport, self._traffic = transport, traffic
-        self._buckets, self._local, self._groups = buckets, local, groups
-        self._pending: list[Pending] = []
+        self._route, self._local, self._groups = route, local, groups
+        self._buckets = list(zip(route.buckets, rooms, strict=True))
         self._sent_gradients: list[tuple[int, Tensor | None, float]] = []
         self._is_told = self._is_late = False
         self._is_left_open = elastic(transport) is not None
@@ -64,8 +66,8 @@ class Attempt:
         """A hash of all headers and checksums that have come, once `check` has looked at them."""
         self.refused: dict[int, PayloadError] = {}
         """The replicas whose payloads do not count, and why; known after `check`."""
-        for _, encoding in buckets:
-            encoding.begun.clear()
+        for room in rooms:
+            room.reset()
 
     def first_trouble(self, found_inf: float | None = None) -> Trouble:
         """What keeps this replica from sending the buckets that are left."""
@@ -91,7 +93,7 @@ class Attempt:
             open_(encoding.payload_B, header)
             if not trouble.problem:
                 self._local.encode_(bucket, self._groups, encoding)
-            self._send(bucket, encoding)
+            self._send(bucket, encoding, header)
         if is_early:
             self._sent_gradients += [(index, *_trace(self._local.tensors[index])) for index, _ in gradients]
 
@@ -117,13 +119,12 @@ class Attempt:
         """Wait for everyone's payloads, and look at them. If that fails, see `send_rest_`."""
         self._local.set_verdict_(Verdict.FINE)
         with self.taken_back_on_error():
-            spans = []
+            for (bucket, encoding), header in zip(self._buckets, self.said, strict=True):
+                self._route.turn_(bucket, encoding, header)
             with self._traffic.waiting():
-                while self._pending:
-                    exchange = self._pending.pop(0)
-                    exchange.wait()
-                    spans.append(exchange.span())
-            self._traffic.add_spans(spans)
+                for _, encoding in self._buckets:
+                    encoding.wait()
+            self._traffic.add_spans(span for _, encoding in self._buckets for span in encoding.spans)
             if self._transport.num_replicas > 1 or self._local.is_fused:
                 with self._traffic.applying():
                     self._inspect_()
@@ -137,43 +138,41 @@ class Attempt:
             for _, encoding in self._buckets:
                 encoding.is_safe = False  # an exchange that failed may still write to it
             if isinstance(error, ExchangeError) and self._is_left_open:
-                self._pending.clear()
+                for _, encoding in self._buckets:
+                    encoding.pending.clear()
                 raise
             self.take_back_()
             if not isinstance(error, ThinwireError):
                 self.give_up_()
             raise
 
-    def _send(self, bucket: Bucket, encoding: Encoding) -> None:
-        seal_(encoding.payload_B, self._local.is_fused)
-        self._traffic.add(bytes_on_wire(self._transport, bucket.payload_bytes), self._transport.num_replicas)
-        what = f"exchange of step {self.header.step}, bucket {bucket.index}"
-        self._pending.append(self._transport.start_all_gather_(encoding.payloads_RB, what))
+    def _send(self, bucket: Bucket, encoding: Encoding, header: Header) -> None:
+        self._route.start_(bucket, encoding, header)
         self.num_sent += 1
 
     def give_up_(self) -> None:
         """After an error of this replica's own: send what it still owes, marked as worthless."""
+        headers = [replace(self.header, bucket=bucket.index, gave_up=True) for bucket, _ in self._buckets]
         try:
-            for bucket, encoding in self._buckets[self.num_sent :]:
-                open_(encoding.payload_B, replace(self.header, bucket=bucket.index, gave_up=True))
-                self._send(bucket, encoding)
-            while self._pending:
-                self._pending.pop(0).wait()
+            for (bucket, encoding), header in list(zip(self._buckets, headers, strict=True))[self.num_sent :]:
+                open_(encoding.payload_B, header)
+                self._send(bucket, encoding, header)
+            for (bucket, encoding), header in zip(self._buckets, headers, strict=True):
+                self._route.turn_(bucket, encoding, header)
+            for _, encoding in self._buckets:
+                encoding.wait()
         except ThinwireError as error:
             _log.warning("could not tell the other replicas that this one gave up: %s", error)
 
     def _inspect_(self) -> None:
         for bucket, encoding in self._buckets:
-            if not self._local.is_fused:
-                inspect_(bucket, encoding.payloads_RB, encoding.findings_RW)
-                continue
-            from thinwire.kernels import checks
+            inspect_(self._route.form(bucket), encoding.payloads_RB, encoding.findings_RW, self._local.is_fused)
+            if self._local.is_fused:
+                from thinwire.kernels.checks import judge_
 
-            stacks = [(stack.codec, stack.offset_bytes, stack.num_chunks) for stack in bucket.stacks]
-            checks.inspect_(encoding.payloads_RB, stacks, encoding.findings_RW)
-            (verdict,) = self._local.verdicts.values()
-            damage = Verdict.DAMAGED if self._drops else Verdict.REFUSED
-            checks.judge_(encoding.payloads_RB, encoding.replica, encoding.findings_RW, verdict, damage)
+                (verdict,) = self._local.verdicts.values()
+                damage = Verdict.DAMAGED if self._drops else Verdict.REFUSED
+                judge_(encoding.payloads_RB, encoding.replica, encoding.findings_RW, verdict, damage)
 
     def check(self, is_catching_up: bool = False) -> list[Header]:
         """All sound headers, bucket by bucket; ``refused`` says whose payloads do not count. Waits for the device.
@@ -186,9 +185,12 @@ class Attempt:
         headers: list[Header] = []
         received = hashlib.blake2b(digest_size=8)
         for bucket, encoding in self._buckets:
+            if encoding.failure is not None and not is_catching_up:
+                raise encoding.failure
             findings_RW = encoding.told_RW if self._is_told else encoding.findings_RW.cpu()
             received.update(findings_RW[:, : HEADER_WORDS + 1].contiguous().numpy().tobytes())
-            for replica, found in enumerate(read_findings(bucket, findings_RW, replace(self.header, bucket=bucket.index))):
+            expected = replace(self.header, bucket=bucket.index)
+            for replica, found in enumerate(read_findings(self._route.form(bucket), findings_RW, expected)):
                 if isinstance(found, PayloadError):
                     self.refused.setdefault(replica, found)
                 else:
@@ -215,10 +217,7 @@ class Attempt:
         """Apply the payloads of all that are not refused."""
         with self._traffic.applying():
             for bucket, encoding in self._buckets:
-                payloads_RB = encoding.payloads_RB
-                if self.refused:
-                    payloads_RB = payloads_RB[[row for row in range(len(payloads_RB)) if row not in self.refused]]
-                self._local.apply_(bucket, self._groups, payloads_RB, decoding)
+                self._route.apply_(bucket, self._groups, encoding, self.refused, decoding)
 
     def apply_late_(self, decoding: Decoding) -> None:
         """After `finish_on_device_`, where the device has left it to the host to say whose payloads count."""
@@ -226,8 +225,13 @@ class Attempt:
         self.apply_(decoding)
 
     @property
+    def left_out(self) -> list[tuple[int, PayloadError]]:
+        """Those whose messages to this replica alone were bad, and why."""
+        return [pair for _, encoding in self._buckets for pair in encoding.left_out.items()]
+
+    @property
     def payloads(self) -> list[Tensor]:
-        """Everyone's, bucket by bucket."""
+        """What all have alike, a row from each replica, bucket by bucket."""
         return [encoding.payloads_RB for _, encoding in self._buckets]
 
     def catch_up_(self, given: Sequence[Tensor], decoding: Decoding) -> None:
@@ -241,14 +245,16 @@ class Attempt:
         finally:
             for payloads_RB, mine_B in zip(self.payloads, sent, strict=True):
                 payloads_RB[own].copy_(mine_B)
-        if own in self.refused:  # the others had to leave it out: it returns to the momentum
-            self.be_late().take_back_()
+        if own in self.refused:
+            for bucket, encoding in self._buckets:
+                self._route.leave_out_(bucket, encoding)
         self.apply_late_(decoding)
 
     def take_back_(self) -> None:
         """Undo what was encoded; or, where that was a step ago and its gradients are gone, return what was sent."""
         self._local.set_verdict_(Verdict.REFUSED)
         for bucket, encoding in self._buckets:
+            self._route.take_back_(bucket)
             if self._is_late:
                 self._local.give_back_(encoding)
             else:
@@ -263,9 +269,9 @@ class Attempt:
     def be_late(self) -> "Attempt":
         """The next attempt will be made before this one is finished."""
         self._is_late = True
-        for exchange in self._pending:
-            exchange.begin()
         for _, encoding in self._buckets:
+            for exchange in encoding.pending:
+                exchange.begin()
             self._local.keep_units(encoding)
         return self
 
@@ -303,24 +309,26 @@ def _trace(tensor: LocalTensor) -> tuple[Tensor | None, float]:
 
 
 def announce_plan(
-    old_buckets: Sequence[Bucket], header: Header, description: Sequence[str], transport: Transport, traffic: Traffic
+    old_route: Route, header: Header, description: Sequence[str], transport: Transport, traffic: Traffic
 ) -> None:
     """Agree with the others on a new plan, or raise on all replicas.
 
-    They may not know of it, and expect payloads of the old sizes: so they get those, given up, with the new digest.
+    They may not know of it, and expect messages of the old sizes: so they get those, given up, with the new digest.
     """
+    mine = [replace(header, bucket=bucket.index, gave_up=True) for bucket in old_route.buckets]
+    rooms = [old_route.room(bucket) for bucket in old_route.buckets]
+    buckets = list(zip(old_route.buckets, rooms, mine, strict=True))
+    for bucket, room, own in buckets:
+        open_(room.payload_B, own)
+        old_route.start_(bucket, room, own)
+    for bucket, room, own in buckets:
+        old_route.turn_(bucket, room, own)
     headers = []
-    for bucket in old_buckets:
-        mine = replace(header, bucket=bucket.index, gave_up=True)
-        payloads_RB = torch.zeros(transport.num_replicas, bucket.payload_bytes, dtype=torch.uint8)
-        open_(payloads_RB[transport.replica], mine)
-        seal_(payloads_RB[transport.replica], fused=False)
-        traffic.add(bytes_on_wire(transport, bucket.payload_bytes), transport.num_replicas)
+    for bucket, room, own in buckets:
         with traffic.waiting():
-            transport.start_all_gather_(payloads_RB, f"exchange of step {header.step}, bucket {bucket.index}").wait()
-        findings_RW = empty_findings(bucket, transport.num_replicas, torch.device("cpu"))
-        inspect_(bucket, payloads_RB, findings_RW)
-        for found in read_findings(bucket, findings_RW, mine):
+            room.wait()
+        inspect_(old_route.form(bucket), room.payloads_RB, room.findings_RW)
+        for found in read_findings(old_route.form(bucket), room.findings_RW.cpu(), own):
             if isinstance(found, PayloadError):
                 raise found
             headers.append(found)

@@ -13,6 +13,7 @@ from thinwire.core.errors import CheckpointError
 from thinwire.core.update_rules import UPDATE_RULES
 from thinwire.exchange.plan import first_difference
 from thinwire.options import STRUCTURAL_OPTIONS
+from thinwire.ownership import FIRST, RESIDUAL
 from thinwire.planning import specs_of
 
 if TYPE_CHECKING:
@@ -131,7 +132,16 @@ def _check_state(
                     f"{tuple(mine.shape)} {mine.dtype}"
                 )
             wanted.append((mine, theirs))
+        if RESIDUAL in optimizer.state.get(parameter, {}):
+            wanted.append(_owner_residual(optimizer.state[parameter], saved_state.get(index, {}), residual))
     return wanted
+
+
+def _owner_residual(mine: dict[str, Any], theirs: dict[str, Any], residual: str) -> tuple[Tensor, Tensor | None]:
+    """It belongs to chunks, not to a replica: it is taken where these are the same, and else begins at 0."""
+    saved = theirs.get(RESIDUAL)
+    is_same = isinstance(saved, Tensor) and saved.shape == mine[RESIDUAL].shape and int(theirs[FIRST]) == int(mine[FIRST])
+    return mine[RESIDUAL], saved if is_same and residual != "zero" else None
 
 
 def _keep_for_later(optimizer: "DeMo", saved_state: dict[int, dict[str, Any]], residual: str) -> None:

@@ -16,6 +16,7 @@ from thinwire.exchange.signed import choose_transport
 from thinwire.exchange.traffic import Traffic
 from thinwire.exchange.transport import Transport, metered
 from thinwire.gradients import check_own_gradients
+from thinwire.routes import Route
 from thinwire.wire.payload import Header
 
 _log = logging.getLogger("thinwire")
@@ -43,6 +44,7 @@ class Company:
         self._waits_for_group = transport is None and process_group is None and not is_distributed()
         self.has_compared = False
         self._agreed_plan: ExchangePlan
+        self._agreed_route: Route
 
     @property
     def is_alone(self) -> bool:
@@ -64,17 +66,17 @@ class Company:
         digest = digest_of(() if self.is_alone else description)
         return Header(digest, step, self.transport.replica, 0, calls_meeting=calls_meeting)
 
-    def agree(self, plan: ExchangePlan, description: Sequence[str]) -> None:
+    def agree(self, plan: ExchangePlan, route: Route, description: Sequence[str]) -> None:
         """Compare descriptions with all replicas; raises on all of them if they differ."""
         if not self.is_alone:
             hold_roll_call(description, metered(self.transport, self.traffic.setup))
-        self._agreed_plan = plan
+        self._agreed_plan, self._agreed_route = plan, route
 
     def has_agreed_on(self, plan: ExchangePlan) -> bool:
         """Whether it is the plan that all know of."""
         return plan.digest == self._agreed_plan.digest
 
-    def renew(self, plan: ExchangePlan, header: Callable[[], tuple[Header, list[str]]]) -> None:
+    def renew(self, plan: ExchangePlan, route: Route, header: Callable[[], tuple[Header, list[str]]]) -> None:
         """Before a step: if the plan is a new one, all must have it from this step on. ``header`` makes that of the step,
         and what its digest was made from."""
         if self._waits_for_group and is_distributed() and dist.get_world_size() > 1:
@@ -88,15 +90,15 @@ class Company:
             hold_roll_call(header()[1], self.all_gather)  # no payload would tell
         elif not self.has_agreed_on(plan):
             # All replicas must change their plan at the same step, and must learn it if one of them did not.
-            announce_plan(self._agreed_plan.buckets, *header(), self.transport, self.traffic)
-        self._agreed_plan = plan
+            announce_plan(self._agreed_route, *header(), self.transport, self.traffic)
+        self._agreed_plan, self._agreed_route = plan, route
 
     def first_troubled(self, attempt: Attempt, parameters: Sequence[Tensor]) -> Header | None:
         """What keeps a replica from a step; None: all can take it. Raises on every replica if they must not go on."""
         headers = attempt.check()
         self.received = attempt.received
         self.is_meeting_called = any(header.calls_meeting for header in headers)
-        for replica, why in attempt.refused.items():
+        for replica, why in [*attempt.refused.items(), *attempt.left_out]:
             self.refused[replica] += 1
             _log.warning("%s; it does not count at step %d", why, attempt.header.step)
         for header in headers:

@@ -4,15 +4,17 @@ Each stack of a bucket is handled by a backend: `TorchStack`, the readable one, 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from thinwire.core.combine import Decoding
+from thinwire.core.errors import PayloadError, ThinwireError
 from thinwire.core.scratch import Scratch
 from thinwire.exchange.plan import Bucket, ExchangePlan, Stack
+from thinwire.exchange.transport import Pending
 from thinwire.fused import why_not
 from thinwire.sealing import empty_findings
 from thinwire.slabs import LocalTensor, limits_for
@@ -39,11 +41,34 @@ class Encoding:
     """Whether no exchange that failed may still write to the payloads."""
     units: dict[Stack, Tensor | float] = field(default_factory=dict)
     """What `StackStep.units` were when the payload was made, if they are kept for `LocalStep.give_back_`."""
+    pending: list[Pending] = field(default_factory=list)
+    """The exchanges under way."""
+    spans: list[tuple[float, float] | None] = field(default_factory=list)
+    """When those that are over began and ended."""
+    left_out: dict[int, PayloadError] = field(default_factory=dict)
+    """Whose messages to this replica alone were bad, and why."""
+    failure: ThinwireError | None = None
+    """Why this replica has told the others that it gives the step up."""
 
     @property
     def payload_B(self) -> Tensor:
         """The own one."""
         return self.payloads_RB[self.replica]
+
+    def reset(self) -> None:
+        """Begin an attempt."""
+        self.begun.clear()
+        self.pending.clear()
+        self.spans.clear()
+        self.left_out.clear()
+        self.failure = None
+
+    def wait(self) -> None:
+        """Wait for the exchanges under way."""
+        while self.pending:
+            exchange = self.pending.pop(0)
+            exchange.wait()
+            self.spans.append(exchange.span())
 
 
 class LocalStep:
@@ -84,6 +109,7 @@ class LocalStep:
         """Begin with empty momenta."""
         for local in self.tensors:
             local.momentum_CE.zero_()
+            local.owned_CE.zero_()
 
     @property
     def is_fused(self) -> bool:
@@ -124,13 +150,13 @@ class LocalStep:
         told_RW = torch.empty_like(findings_RW, device="cpu", pin_memory=True) if device.type == "cuda" else findings_RW
         return Encoding(payloads_RB, replica, findings_RW, told_RW)
 
-    def rooms_for(self, turn: int, buckets: Sequence[Bucket], replica: int, num_replicas: int) -> list[Encoding]:
-        """Room for the payloads of all buckets, the same for every attempt of a turn, unless one that failed may still write
-        to it."""
+    def rooms_for(self, turn: int, buckets: Sequence[Bucket], make: Callable[[Bucket], Encoding]) -> list[Encoding]:
+        """Room for what is exchanged of all buckets, the same for every attempt of a turn, unless one that failed may still
+        write to it."""
         if not all(encoding.is_safe for encoding in self.rooms.get(turn, ())):
             self.rooms.clear()
         if turn not in self.rooms:
-            self.rooms[turn] = [self.empty(bucket, replica, num_replicas) for bucket in buckets]
+            self.rooms[turn] = [make(bucket) for bucket in buckets]
         return self.rooms[turn]
 
     def _payload_device(self, bucket: Bucket) -> torch.device:

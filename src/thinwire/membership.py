@@ -207,6 +207,8 @@ class Membership:
         if not all(one.is_newcomer for one in standings):
             optimizer._company.has_compared = True  # the others no longer tell of their gradients
         optimizer._local.rooms.clear()  # of as many replicas as there were
+        if optimizer.plan.answers is not None:
+            optimizer._rebuild()  # others own other chunks now
         optimizer._company.received = f"meeting {transport.meeting}"
         return is_taken
 

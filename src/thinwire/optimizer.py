@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from thinwire import checkpoint
+from thinwire import checkpoint, planning
 from thinwire.attempt import Attempt
 from thinwire.company import Company
 from thinwire.core.combine import Decoding
@@ -25,6 +25,7 @@ from thinwire.core.errors import (
 from thinwire.delay import Delay
 from thinwire.drift import DriftCheck
 from thinwire.exchange.agreement import RECEIVED
+from thinwire.exchange.choice import OWNER, choose_exchange
 from thinwire.exchange.plan import ExchangePlan
 from thinwire.exchange.sharding import find_island
 from thinwire.exchange.transport import Transport
@@ -33,7 +34,7 @@ from thinwire.local_step import BACKENDS, LocalStep
 from thinwire.membership import make_alike, membership_of, try_step
 from thinwire.options import PUBLISHED_OPTIONS, check_group
 from thinwire.overlap import Overlap, check_nothing_changed
-from thinwire.planning import check_members, copy_first_parameters, describe, group_step, plan_and_tensors, signature_of
+from thinwire.routes import make_route
 from thinwire.stack_step import GroupStep
 from thinwire.wire.payload import Header
 
@@ -77,6 +78,9 @@ class DeMo(Optimizer):
             ``raise`` or ``skip`` the step. Under a `torch.amp.GradScaler` an overflow always skips.
         check_drift_every: steps between checks that all replicas hold the same parameters; 0: none.
         on_drift: ``raise`` if they do not, ``warn``, or ``repair`` by copying what most of them hold.
+        exchange: ``all_gather`` brings everyone's payload to everyone; with ``owner`` each replica combines a part of the
+            chunks for all, and what is received does not grow with their number; ``auto`` is ``owner`` from 8 replicas on.
+        owner_topk: coefficients that owners keep per full chunk; twice ``topk`` unless it is given.
         process_group: the replicas; the default group if `torch.distributed` is initialised, else one replica.
         transport: any other way to reach the replicas, e.g. `thinwire.exchange.loopback`; excludes ``process_group``.
         secret: a key of at least 16 bytes, the same on all replicas, with which all that they send is signed.
@@ -118,6 +122,8 @@ class DeMo(Optimizer):
         on_nonfinite: str = "raise",
         check_drift_every: int = 100,
         on_drift: str = "raise",
+        exchange: str = "all_gather",
+        owner_topk: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         transport: Transport | None = None,
         secret: bytes | None = None,
@@ -155,6 +161,9 @@ class DeMo(Optimizer):
         self.refused_payloads = self._company.refused
         """How many payloads of which replica did not count."""
         self.membership = membership_of(self._transport, delay)
+        self.exchange = choose_exchange(exchange, self.num_replicas, delay, self.membership.can_change)
+        """What ``exchange`` came to."""
+        self._owner_topk = None if owner_topk is None else check_int("owner_topk", owner_topk, 1)
         self._is_ready = True
         self._rebuild()
         self._agree_and_synchronise(self.param_groups)
@@ -250,7 +259,8 @@ class DeMo(Optimizer):
 
     def _finish(self, attempt: Attempt) -> None:
         """Receive what all have sent, and apply it or take it back."""
-        if self._local.is_fused and self.island.is_one_rank and not (self._delay.is_on or attempt.compares):
+        needs_host = self._delay.is_on or attempt.compares or self._route.needs_host
+        if self._local.is_fused and self.island.is_one_rank and not needs_host:
             attempt.receive_()
             attempt.finish_on_device_(self._decoding)
             self._count(1)
@@ -330,7 +340,7 @@ class DeMo(Optimizer):
         self.synchronize()
         self.traffic.start_step()
         self._refresh()
-        self._company.renew(self._plan, self._header)
+        self._company.renew(self._plan, self._route, self._header)
         if self.num_replicas > 1 and self.drift.is_due(self.num_steps):
             self.check_drift()
 
@@ -344,7 +354,7 @@ class DeMo(Optimizer):
     def _begin_early(self) -> Attempt | None:
         """The attempt of the step to come, during backward; None if something has changed that `step()` must see to."""
         self.synchronize()
-        is_as_planned = signature_of(self.param_groups, self.state) == self._planned_signature
+        is_as_planned = planning.signature_of(self.param_groups, self.state) == self._planned_signature
         # Where replicas come and go, an exchange may fail, and must not fail inside backward.
         is_left = self._is_meeting_due or (self.membership.can_change and self.drift.is_due(self.num_steps))
         if not is_as_planned or is_left or not self._company.has_agreed_on(self._plan):
@@ -370,9 +380,9 @@ class DeMo(Optimizer):
         options = (self._company.compares, self._on_bad_payload == "drop" and self.num_replicas > 1)
         groups = [self._group_step(group) for group in self.param_groups]
         self._turn = (self._turn + self._delay.num_under_way) % 2  # payloads under way keep their place
-        rooms = self._local.rooms_for(self._turn, self._plan.buckets, self.replica, self.num_replicas)
-        buckets = list(zip(self._plan.buckets, rooms, strict=True))
-        attempt = Attempt(buckets, self._local, groups, header, description, self._transport, self.traffic, *options)
+        rooms = self._local.rooms_for(self._turn, self._plan.buckets, self._route.room)
+        own = (self._route, rooms, self._local, groups, header, description)
+        attempt = Attempt(*own, self._transport, self.traffic, *options)
         self.membership.begin(attempt)
         return attempt
 
@@ -384,7 +394,7 @@ class DeMo(Optimizer):
         return self._company.header(description, number, self.membership.calls_meeting), description
 
     def _group_step(self, group: dict[str, Any]) -> GroupStep:
-        return group_step(group, self._from_scaler("grad_scale"), self._delay.num_under_way)
+        return planning.group_step(group, self._from_scaler("grad_scale"), self._delay.num_under_way)
 
     def _from_scaler(self, name: str) -> float | None:
         """What a GradScaler has set on this optimizer for the time of one step()."""
@@ -402,13 +412,13 @@ class DeMo(Optimizer):
         facts |= {"on_nonfinite": self._on_nonfinite, "on_bad_payload": self._on_bad_payload}
         if is_of_step:
             facts |= {"step": self.num_steps, RECEIVED: self._company.received}
-        return [*describe(self._plan, self.param_groups if is_of_step else (), facts), *self.membership.facts]
+        return [*planning.describe(self._plan, self.param_groups if is_of_step else (), facts), *self.membership.facts]
 
     def _agree_and_synchronise(self, groups: list[dict[str, Any]]) -> None:
         """Compare descriptions with all replicas, then take over replica 0's parameters."""
-        self._company.agree(self._plan, self._description())
+        self._company.agree(self._plan, self._route, self._description())
         if self.num_replicas > 1 and self._sync_parameters:
-            copy_first_parameters(groups, self._transport, self.traffic.setup)
+            planning.copy_first_parameters(groups, self._transport, self.traffic.setup)
 
     # Plan and state.
 
@@ -423,7 +433,7 @@ class DeMo(Optimizer):
         group = self.param_groups[-1]
         group["num_steps"] = 0
         try:
-            check_members(group, len(self.param_groups) - 1)
+            planning.check_members(group, len(self.param_groups) - 1)
             if self._is_ready:
                 self._rebuild()
                 self._agree_and_synchronise([group])
@@ -438,14 +448,18 @@ class DeMo(Optimizer):
         """Check the groups, which schedulers and users write to, and rebuild the plan if need be."""
         for group in self.param_groups:
             check_group(group)
-        if signature_of(self.param_groups, self.state) != self._planned_signature:
+        if planning.signature_of(self.param_groups, self.state) != self._planned_signature:
             self._rebuild()
 
     def _rebuild(self) -> None:
         """Make plan and state anew."""
-        self._plan, tensors = plan_and_tensors(self.param_groups, self.state, self._num_buckets)
+        place = (self.replica, self.num_replicas, self._decoding.combine)
+        owning = planning.Owning(self._owner_topk, *place) if self.exchange == OWNER else None
+        self._plan, tensors = planning.plan_and_tensors(self.param_groups, self.state, self._num_buckets, owning)
         self._local = LocalStep(self._plan, tensors, self._backend, self._decoding)
-        self._planned_signature = signature_of(self.param_groups, self.state)
+        wires = (self._transport, self.traffic, self._backend, self._decoding, self._on_bad_payload == "drop")
+        self._route = make_route(self._plan, self._local, *wires)
+        self._planned_signature = planning.signature_of(self.param_groups, self.state)
         named = zip((spec.name for spec in self._plan.tensors), self._local.sources, strict=True)
         self.island = find_island(named, getattr(self._transport, "ranks", ()))
         if self._overlap is not None:

@@ -1,18 +1,20 @@
 """From parameter groups and optimizer state to what is trained: plan, tensors with their state, and both in words."""
 
 from collections.abc import Iterator, MutableMapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from thinwire.core.layout import empty_momentum, matrix_shape
 from thinwire.core.update_rules import UPDATE_RULES, Hyper
-from thinwire.exchange.plan import ExchangePlan, TensorSpec, make_plan
+from thinwire.exchange.plan import ExchangePlan, TensorSpec, make_plan, with_owners
 from thinwire.exchange.sharding import local_of, part_of
 from thinwire.exchange.traffic import Count
 from thinwire.exchange.transport import Transport, bytes_on_wire
 from thinwire.options import MOMENTUM_DTYPES, check_parameter, coding_of, lr_of, settings_lines
+from thinwire.ownership import FIRST, RESIDUAL, folded, places
 from thinwire.slabs import LocalTensor
 from thinwire.stack_step import GroupStep
 from thinwire.wire.payload import Problem
@@ -42,7 +44,18 @@ def signature_of(groups: Sequence[Group], state: State) -> list[object]:
     return signature
 
 
-def plan_and_tensors(groups: Sequence[Group], state: State, num_buckets: int) -> tuple[ExchangePlan, list[LocalTensor]]:
+class Owning(NamedTuple):
+    """What a replica must know to own a part of the chunks; ``topk`` is what owners keep, None for their default."""
+
+    topk: int | None
+    replica: int
+    num_replicas: int
+    combine: str
+
+
+def plan_and_tensors(
+    groups: Sequence[Group], state: State, num_buckets: int, owning: Owning | None = None
+) -> tuple[ExchangePlan, list[LocalTensor]]:
     """The plan, and every parameter that takes part with its state, which is made where there is none yet."""
     everything = [pair for index, group in enumerate(groups) for pair in specs_of(group, index)]
     trained = [(spec, parameter) for spec, parameter in everything if parameter.requires_grad]
@@ -52,7 +65,28 @@ def plan_and_tensors(groups: Sequence[Group], state: State, num_buckets: int) ->
         check_parameter(parameter, spec.name)
         _check_whole_matrices(spec, groups[spec.group])
         tensors.append(_local_tensor(plan, index, parameter, groups[spec.group], state[parameter]))
+    if owning is not None:
+        plan = with_owners(plan, owning.topk)
+        _own(plan, tensors, [state[parameter] for _, parameter in trained], owning)
     return plan, tensors
+
+
+def _own(plan: ExchangePlan, tensors: list[LocalTensor], states: Sequence[dict[str, Any]], owning: Owning) -> None:
+    """Give every tensor the residual of the chunks that this replica owns; of those that it owned before, and does not any
+    more, it returns to the momentum."""
+    for state in states:  # the same keys on all ranks, also where a shard is empty
+        state.setdefault(RESIDUAL, torch.zeros(0, state["momentum"].shape[1]))
+        state.setdefault(FIRST, torch.tensor(0))
+    for stack in (stack for bucket in plan.buckets for stack in bucket.stacks):
+        for place in places(stack, owning.replica, owning.num_replicas):
+            local, state = tensors[place.tensor], states[place.tensor]
+            wanted = (place.num_chunks if owning.num_replicas > 1 else 0, stack.codec.num_elements)
+            is_same = state[RESIDUAL].shape == wanted and int(state[FIRST]) == place.first
+            if not is_same:
+                local.momentum_CE.copy_(folded(local.momentum_CE, state, stack.codec, owning.combine, owning.num_replicas))
+                state[RESIDUAL], state[FIRST] = torch.zeros(wanted), torch.tensor(place.first)
+            state[RESIDUAL] = state[RESIDUAL].to(dtype=local.compute_dtype, device=local.momentum_CE.device)
+            tensors[place.tensor] = replace(local, owned_CE=state[RESIDUAL])
 
 
 def _check_whole_matrices(spec: TensorSpec, group: Group) -> None:

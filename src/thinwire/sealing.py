@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.errors import PayloadError
-from thinwire.exchange.plan import Bucket
-from thinwire.stack_step import stack_records
+from thinwire.exchange.plan import Message, stack_records
 from thinwire.wire import payload
 from thinwire.wire.payload import HEADER_BYTES, HEADER_WORDS, Header
 
@@ -36,40 +35,46 @@ def seal_(payload_B: Tensor, fused: bool) -> None:
         payload.seal_(payload_B)
 
 
-def empty_findings(bucket: Bucket, num_replicas: int, device: torch.device) -> Tensor:
-    """Room for what is found in the payloads of a bucket, a row of int64 per replica: the header, the checksum, and the
+def empty_findings(message: Message, num_replicas: int, device: torch.device) -> Tensor:
+    """Room for what is found in the payloads of this form, a row of int64 per replica: the header, the checksum, and the
     first bad record of each stack."""
-    return torch.empty(num_replicas, HEADER_WORDS + 1 + len(bucket.stacks), dtype=torch.int64, device=device)
+    return torch.empty(num_replicas, HEADER_WORDS + 1 + len(message.stacks), dtype=torch.int64, device=device)
 
 
-def inspect_(bucket: Bucket, payloads_RB: Tensor, findings_RW: Tensor) -> None:
-    """Fill in what is found, in torch."""
+def inspect_(message: Message, payloads_RB: Tensor, findings_RW: Tensor, fused: bool = False) -> None:
+    """Fill in what is found."""
+    if fused:
+        from thinwire.kernels import checks
+
+        runs = [(run.codec, run.offset_bytes, run.num_chunks) for run in message.stacks]
+        checks.inspect_(payloads_RB, runs, findings_RW)
+        return
     findings_RW.fill_(_NO_BAD_RECORD)
     findings_RW[:, :HEADER_WORDS] = payloads_RB[:, :HEADER_BYTES].contiguous().view(torch.int64)
-    at_once = max(1, _BYTES_AT_ONCE // bucket.payload_bytes)
+    at_once = max(1, _BYTES_AT_ONCE // message.payload_bytes)
     for some_RB, rows_RW in zip(payloads_RB.split(at_once), findings_RW.split(at_once), strict=True):
         rows_RW[:, HEADER_WORDS] = payload.checksum(some_RB.view(torch.int64))
-        for column, stack in enumerate(bucket.stacks, HEADER_WORDS + 1):
+        for column, stack in enumerate(message.stacks, HEADER_WORDS + 1):
             records_CB = stack_records(some_RB, stack).reshape(-1, stack.codec.record_bytes)
             valid_RC = stack.codec.is_valid(records_CB).view(len(some_RB), -1)
             for place in (~valid_RC.all(dim=1)).nonzero():
                 rows_RW[place, column] = int(valid_RC[place[0]].to(torch.uint8).argmin())
 
 
-def read_findings(bucket: Bucket, findings_RW: Tensor, expected: Header) -> list[Header | PayloadError]:
+def read_findings(message: Message, findings_RW: Tensor, expected: Header) -> list[Header | PayloadError]:
     """Everyone's headers, where this replica expects the like of its own.
 
     A `PayloadError` stands for a payload that is not one its replica owes for this bucket, or has a record that nobody
     writes. Where the sender says itself that nobody must apply it, the body does not matter.
     """
-    return [_read_row(bucket, row_W, replace(expected, replica=replica)) for replica, row_W in enumerate(findings_RW)]
+    return [_read_row(message, row_W, replace(expected, replica=replica)) for replica, row_W in enumerate(findings_RW)]
 
 
-def _read_row(bucket: Bucket, row_W: Tensor, expected: Header) -> Header | PayloadError:
+def _read_row(message: Message, row_W: Tensor, expected: Header) -> Header | PayloadError:
     raw = row_W[:HEADER_WORDS].numpy().tobytes()
     try:
         header = payload.read_header(raw, int(row_W[HEADER_WORDS]), expected)
-        for stack, bad in zip(bucket.stacks, row_W[HEADER_WORDS + 1 :].tolist(), strict=True):
+        for stack, bad in zip(message.stacks, row_W[HEADER_WORDS + 1 :].tolist(), strict=True):
             if bad != _NO_BAD_RECORD and not header.gave_up and not header.trouble.problem:
                 stack.codec.refuse(bad, stack.num_chunks, f"the payload of replica {expected.replica}")
     except PayloadError as error:

@@ -31,12 +31,14 @@ class Limits:
 class LocalTensor:
     """A parameter, and what this replica keeps for it: residual momentum (C, E) and the state of its update rule.
 
-    ``source`` is the parameter as the model has it; all work is done on the part of it that lies on this rank.
+    ``source`` is the parameter as the model has it; all work is done on the part of it that lies on this rank. ``owned_CE``
+    is the owner's residual of the chunks that this replica owns, if any.
     """
 
     source: Tensor
     momentum_CE: Tensor
     rule_state: dict[str, Tensor] = field(default_factory=dict)
+    owned_CE: Tensor = field(default_factory=lambda: torch.empty(0, 0))
 
     @property
     def parameter(self) -> Tensor:

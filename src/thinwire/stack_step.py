@@ -7,7 +7,6 @@ from torch import Tensor
 
 from thinwire.core.combine import Decoding
 from thinwire.core.update_rules import Hyper, UpdateRule
-from thinwire.exchange.plan import Stack
 from thinwire.wire.payload import Problem
 
 
@@ -64,9 +63,3 @@ class StackStep(Protocol):
     def apply_(self, group: GroupStep, payloads_RB: Tensor, decoding: Decoding) -> None:
         """Combine everyone's records, transform back, and let the update rule change the parameters."""
         ...
-
-
-def stack_records(payloads: Tensor, stack: Stack) -> Tensor:
-    """The records of a stack as (..., C, record_bytes), a view of one payload (B) or of everyone's (R, B)."""
-    body = payloads[..., stack.offset_bytes : stack.offset_bytes + stack.num_bytes]
-    return body.view(*payloads.shape[:-1], stack.num_chunks, stack.codec.record_bytes)

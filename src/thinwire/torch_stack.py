@@ -14,9 +14,9 @@ from thinwire.core.layout import bands_of, chunks_view, crop_to_rows, matrix_sha
 from thinwire.core.robust import clip_factors, squared_norm, squares_by_exponent
 from thinwire.core.scratch import Scratch
 from thinwire.core.selection import group_maxima, num_groups_of, select_topk, subtract_sent_
-from thinwire.exchange.plan import Stack
+from thinwire.exchange.plan import Stack, stack_records
 from thinwire.slabs import Limits, LocalTensor, Piece, Slab, cut_slabs
-from thinwire.stack_step import GroupStep, stack_records
+from thinwire.stack_step import GroupStep
 from thinwire.wire.codec import ChunkCodec
 
 

@@ -23,15 +23,21 @@ from thinwire.wire.codec import ChunkCodec
 
 
 def exercise(transport: Transport, device: torch.device | None = None) -> list[Any]:
-    """Two exchanges under way at once, then a broadcast of several dtypes."""
+    """Three exchanges under way at once, then a broadcast of several dtypes."""
     replica = transport.replica
     short = torch.zeros(transport.num_replicas, 5, dtype=torch.uint8, device=device)
     long = torch.zeros(transport.num_replicas, 9, dtype=torch.uint8, device=device)
     short[replica], long[replica] = replica, 100 + replica
     first, second = transport.start_all_gather_(short, "first"), transport.start_all_gather_(long, "second")
+    sent = torch.arange(transport.num_replicas, dtype=torch.uint8, device=device)[:, None] + torch.full(
+        (1, 7), 10 * replica, dtype=torch.uint8, device=device
+    )
+    received = torch.full_like(sent, 255)
+    third = transport.start_all_to_all_(sent, received, "third")
     first.wait()
+    third.wait()
     second.wait()
-    gathered = [short.tolist(), long.tolist()]
+    gathered = [short.tolist(), long.tolist(), received.tolist()]
     copies = []
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16):
         tensor = torch.full((2, 3), 7.0 + replica, dtype=dtype, device=device).T
@@ -46,6 +52,7 @@ def check(results: list[list[Any]]) -> None:
         assert (who, how_many) == (replica, num_replicas)
         assert gathered[0] == [[r] * 5 for r in range(num_replicas)]
         assert gathered[1] == [[100 + r] * 9 for r in range(num_replicas)]
+        assert gathered[2] == [[10 * r + replica] * 7 for r in range(num_replicas)]
         assert all(copy == [[7.0, 7.0]] * 3 for copy in copies)
 
 

@@ -12,10 +12,10 @@ from thinwire.core.combine import COMBINE_RULES, Decoding
 from thinwire.core.reference import Oracle, strongest
 from thinwire.core.update_rules import UPDATE_RULES, Hyper
 from thinwire.exchange.loopback import run_replicas
-from thinwire.exchange.plan import Coding, ExchangePlan, TensorSpec, make_plan
+from thinwire.exchange.plan import Coding, ExchangePlan, TensorSpec, make_plan, stack_records
 from thinwire.local_step import Encoding, LocalStep
 from thinwire.slabs import LocalTensor
-from thinwire.stack_step import GroupStep, stack_records
+from thinwire.stack_step import GroupStep
 from thinwire.wire.payload import PROBLEM_WORD, Problem, Trouble, Verdict
 from thinwire.wire.values import VALUE_CODECS
 

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from tests.numerics.test_backends import Shapes, encoded, group_step, local_step, momenta_for, parameters_for, plan_for
 from thinwire import DeMo, slabs
 from thinwire.core.combine import Decoding
-from thinwire.exchange.plan import ExchangePlan
+from thinwire.exchange.plan import ExchangePlan, stack_records
 from thinwire.local_step import LocalStep
 from thinwire.slabs import LocalTensor
-from thinwire.stack_step import stack_records
 from thinwire.wire.values import VALUE_CODECS
 
 SHAPES: Shapes = [(40, 50), (30,), (48, 32), (5,)]

@@ -8,7 +8,7 @@ from thinwire import DeMo
 from thinwire.core.layout import bands_of
 from thinwire.core.scratch import Scratch
 from thinwire.core.transform import forward
-from thinwire.stack_step import stack_records
+from thinwire.exchange.plan import stack_records
 from thinwire.wire.values import VALUE_CODECS
 
 # The interpreter is slow: one dense case there is enough.

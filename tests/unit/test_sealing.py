@@ -8,9 +8,8 @@ from torch import Tensor
 
 from thinwire.core.errors import PayloadError
 from thinwire.core.selection import select_topk
-from thinwire.exchange.plan import Bucket, Coding, ExchangePlan, TensorSpec, make_plan
+from thinwire.exchange.plan import Bucket, Coding, ExchangePlan, TensorSpec, make_plan, stack_records
 from thinwire.sealing import empty_findings, inspect_, open_, read_findings, seal_
-from thinwire.stack_step import stack_records
 from thinwire.wire.codec import ChunkCodec
 from thinwire.wire.payload import Header, Problem, Trouble, Verdict, checksum
 from thinwire.wire.values import VALUE_CODECS

@@ -50,7 +50,7 @@ class CollectiveTransport:
         # Ranks build their transports in the same order, so the count is the same on all of them.
         self._roster = _Roster(_store_of(group), f"thinwire/{next(_instances)}", self.replica, self.num_replicas)
         self._device = _message_device(group)
-        self._staged: _Gather | None = None
+        self._staged: _UnderWay | None = None
 
     def start_all_gather_(self, messages_RB: Tensor, what: str) -> Pending:
         """Begin one all-gather, in place where the group can reach the device of the messages.
@@ -60,35 +60,53 @@ class CollectiveTransport:
         is the same on all replicas.
         """
         self._begin_staged()
-        gathered_RB = messages_RB
-        if self._device is not None and self._device != messages_RB.device:
-            gathered_RB = torch.empty(
-                messages_RB.shape,
-                dtype=messages_RB.dtype,
-                device=self._device,
-                pin_memory=messages_RB.is_cuda and self._device.type == "cpu",
-            )
+        gathered_RB = self._room_for(messages_RB)
+        if gathered_RB is not messages_RB:
             gathered_RB[self.replica].copy_(messages_RB[self.replica], non_blocking=messages_RB.is_cuda)
-        gather = _Gather(self, what, gathered_RB, messages_RB)
-        if gathered_RB.device.type == "cpu" and messages_RB.is_cuda:
-            self._staged = gather
+        return self._begin_when_there(
+            what, gathered_RB, messages_RB, lambda: self._all_gather(gathered_RB.view(-1), gathered_RB[self.replica])
+        )
+
+    def start_all_to_all_(self, sent_RB: Tensor, received_RB: Tensor, what: str) -> Pending:
+        """Begin one all-to-all; as for `start_all_gather_`, messages on a GPU may be sent later."""
+        self._begin_staged()
+        leaving_RB, arriving_RB = self._room_for(sent_RB), self._room_for(received_RB)
+        if leaving_RB is not sent_RB:
+            leaving_RB.copy_(sent_RB, non_blocking=sent_RB.is_cuda)
+        return self._begin_when_there(
+            what, arriving_RB, received_RB, lambda: self._all_to_all(arriving_RB.view(-1), leaving_RB.view(-1))
+        )
+
+    def _room_for(self, messages_RB: Tensor) -> Tensor:
+        """The messages themselves where the group can reach them, else room for them where it can."""
+        if self._device is None or self._device == messages_RB.device:
+            return messages_RB
+        is_pinned = messages_RB.is_cuda and self._device.type == "cpu"
+        return torch.empty(messages_RB.shape, dtype=messages_RB.dtype, device=self._device, pin_memory=is_pinned)
+
+    def _begin_when_there(
+        self, what: str, arriving_RB: Tensor, messages_RB: Tensor, begin: Callable[[], dist.Work | None]
+    ) -> Pending:
+        exchange = _UnderWay(self, what, arriving_RB, messages_RB, begin)
+        if arriving_RB.device.type == "cpu" and messages_RB.is_cuda:
+            self._staged = exchange
         else:
-            gather.begin()
-        return gather
+            exchange.begin()
+        return exchange
 
     def _begin_staged(self) -> None:
         if self._staged is not None:
             self._staged.begin()
             self._staged = None  # not before: were it interrupted, later exchanges would go first
 
-    def begin_gather(self, gathered_RB: Tensor, what: str) -> dist.Work:
-        """Hand an all-gather to the group."""
-        return self._start(lambda: self._all_gather(gathered_RB.view(-1), gathered_RB[self.replica]), what)
-
     def _all_gather(self, everyone: Tensor, mine: Tensor) -> dist.Work | None:
         # torch 2.13 renames all_gather_into_tensor to all_gather_single and warns of the old name, which 2.11 still needs.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         work: dist.Work | None = gather(everyone, mine, group=self._group, async_op=True)
+        return work
+
+    def _all_to_all(self, received: Tensor, sent: Tensor) -> dist.Work | None:
+        work: dist.Work | None = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
         return work
 
     def _broadcast(self, flat: Tensor, source: int) -> dist.Work | None:
@@ -101,7 +119,7 @@ class CollectiveTransport:
         self._begin_staged()
         buffer = tensor.detach().to(self._device or tensor.device).contiguous()
         flat = buffer.view(-1).view(torch.uint8)
-        work = self._start(lambda: self._broadcast(flat, source), what)
+        work = self.start(lambda: self._broadcast(flat, source), what)
         self.wait_for(work, what, flat.is_cuda)
         if buffer.data_ptr() != tensor.data_ptr():
             tensor.copy_(buffer)
@@ -123,7 +141,8 @@ class CollectiveTransport:
             announcement.cancel()
             self._roster.num_finished += 1
 
-    def _start(self, begin: Callable[[], dist.Work | None], what: str) -> dist.Work:
+    def start(self, begin: Callable[[], dist.Work | None], what: str) -> dist.Work:
+        """Hand an exchange to the group."""
         try:
             work = begin()
         except RuntimeError as error:
@@ -137,12 +156,19 @@ class CollectiveTransport:
         return ExchangeError(f"{what}: {self._roster.who_is_missing()} after {waited_seconds:.1f} s ({reason})")
 
 
-class _Gather:
-    """An all-gather that is under way, or will be once its message has come from the GPU."""
+class _UnderWay:
+    """An exchange that is under way, or will be once its messages have come from the GPU."""
 
-    def __init__(self, transport: CollectiveTransport, what: str, gathered_RB: Tensor, messages_RB: Tensor) -> None:
-        self._transport, self._what = transport, what
-        self._gathered_RB, self._messages_RB = gathered_RB, messages_RB
+    def __init__(
+        self,
+        transport: CollectiveTransport,
+        what: str,
+        arriving_RB: Tensor,
+        messages_RB: Tensor,
+        start: Callable[[], dist.Work | None],
+    ) -> None:
+        self._transport, self._what, self._start = transport, what, start
+        self._arriving_RB, self._messages_RB = arriving_RB, messages_RB
         self._copied = torch.cuda.current_stream(messages_RB.device).record_event() if messages_RB.is_cuda else None
         self._work: dist.Work | None = None
         self._began = self._ended = 0.0
@@ -153,11 +179,11 @@ class _Gather:
 
     def _begin(self) -> dist.Work:
         if self._work is None:
-            if self._copied is not None and self._gathered_RB.device.type == "cpu":
+            if self._copied is not None and self._arriving_RB.device.type == "cpu":
                 self._copied.synchronize()
             self._began = time.monotonic()
-            self._work = self._transport.begin_gather(self._gathered_RB, self._what)
-            if self._gathered_RB.device.type == "cpu":
+            self._work = self._transport.start(self._start, self._what)
+            if self._arriving_RB.device.type == "cpu":
                 self._work.get_future().add_done_callback(self._end)
         return self._work
 
@@ -168,9 +194,9 @@ class _Gather:
         return (self._began, self._ended) if self._ended else None
 
     def wait(self) -> None:
-        self._transport.wait_for(self._begin(), self._what, self._gathered_RB.is_cuda)
-        if self._gathered_RB is not self._messages_RB:
-            self._messages_RB.copy_(self._gathered_RB, non_blocking=self._messages_RB.is_cuda)
+        self._transport.wait_for(self._begin(), self._what, self._arriving_RB.is_cuda)
+        if self._arriving_RB is not self._messages_RB:
+            self._messages_RB.copy_(self._arriving_RB, non_blocking=self._messages_RB.is_cuda)
 
 
 class _Roster:

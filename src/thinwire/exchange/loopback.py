@@ -34,12 +34,13 @@ class _Message:
         self.num_bytes = content.numel()
         self._is_written = torch.cuda.current_stream(content.device).record_event() if content.is_cuda else None
 
-    def copy_to_(self, place: Tensor) -> None:
+    def copy_to_(self, place: Tensor, row: int | None) -> None:
+        """All of it, or one of its rows."""
         if self._is_written is not None:
             stream = torch.cuda.current_stream(self._content.device)
             stream.wait_event(self._is_written)
             self._content.record_stream(stream)
-        place.copy_(self._content)
+        place.copy_(self._content if row is None else self._content[row])
 
 
 class _Meeting:
@@ -101,9 +102,13 @@ class LoopbackHub:
 
 
 class _Posted:
-    def __init__(self, hub: LoopbackHub, number: int, what: str, replica: int, messages_RB: Tensor) -> None:
+    """An exchange under way; ``skipped`` has nothing to take from itself, and ``row`` of each message is for this replica."""
+
+    def __init__(
+        self, hub: LoopbackHub, number: int, what: str, messages_RB: Tensor, skipped: int | None, row: int | None
+    ) -> None:
         self._hub, self._number, self._what = hub, number, what
-        self._replica, self._messages_RB = replica, messages_RB
+        self._messages_RB, self._skipped, self._row = messages_RB, skipped, row
         self._began = self._ended = time.monotonic()
 
     def begin(self) -> None:
@@ -115,8 +120,8 @@ class _Posted:
     def wait(self) -> None:
         messages, self._ended = self._hub.collect(self._number, self._what)
         for replica, message in enumerate(messages):
-            if replica != self._replica:
-                message.copy_to_(self._messages_RB[replica])
+            if replica != self._skipped:
+                message.copy_to_(self._messages_RB[replica], self._row)
 
 
 class LoopbackTransport:
@@ -130,10 +135,19 @@ class LoopbackTransport:
 
     def start_all_gather_(self, messages_RB: Tensor, what: str) -> Pending:
         """Leave a copy for the others."""
+        number = self._post(messages_RB[self.replica])
+        return _Posted(self._hub, number, what, messages_RB, skipped=self.replica, row=None)
+
+    def start_all_to_all_(self, sent_RB: Tensor, received_RB: Tensor, what: str) -> Pending:
+        """Leave a copy, of which each takes its row."""
+        number = self._post(sent_RB)
+        return _Posted(self._hub, number, what, received_RB, skipped=None, row=self.replica)
+
+    def _post(self, content: Tensor) -> int:
         number = self._num_exchanges
         self._num_exchanges += 1
-        self._hub.post(number, self.replica, _Message(messages_RB[self.replica]))
-        return _Posted(self._hub, number, what, self.replica, messages_RB)
+        self._hub.post(number, self.replica, _Message(content))
+        return number
 
     def broadcast_(self, tensor: Tensor, what: str, source: int = 0) -> None:
         """Take one replica's values; an exchange of everyone's bytes, of which all but one are dropped."""

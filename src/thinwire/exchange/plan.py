@@ -8,8 +8,11 @@ replicas on different hardware share it.
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
+
+from torch import Tensor
 
 from thinwire.core.layout import ChunkLayout, Part, plan_layout
 from thinwire.wire.codec import ChunkCodec
@@ -19,6 +22,55 @@ from thinwire.wire.values import VALUE_CODECS
 # Dense tensors need a codec in which 0 is 0: with signs alone a bias that got no gradient would still vote.
 DENSE_VALUES = "int8"
 NOTE = " # "
+
+
+class Records(Protocol):
+    """A run of records in a message."""
+
+    @property
+    def codec(self) -> ChunkCodec:
+        """How each is written."""
+        ...
+
+    @property
+    def num_chunks(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def offset_bytes(self) -> int:
+        """Where they begin."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """How long they are."""
+        ...
+
+
+class Message(Protocol):
+    """A header and runs of records: a bucket's payload, or a slice of it."""
+
+    @property
+    def index(self) -> int:
+        """Of the bucket."""
+        ...
+
+    @property
+    def stacks(self) -> Sequence[Records]:
+        """The runs."""
+        ...
+
+    @property
+    def payload_bytes(self) -> int:
+        """Header, records and padding."""
+        ...
+
+
+def stack_records(messages: Tensor, records: Records) -> Tensor:
+    """A run of records as (..., C, record_bytes), a view of one message (B) or of everyone's (R, B)."""
+    body = messages[..., records.offset_bytes : records.offset_bytes + records.num_bytes]
+    return body.view(*messages.shape[:-1], records.num_chunks, records.codec.record_bytes)
 
 
 @dataclass(frozen=True)
@@ -110,6 +162,8 @@ class ExchangePlan:
     tensors: tuple[TensorSpec, ...]
     codings: tuple[Coding, ...]
     buckets: tuple[Bucket, ...]
+    answers: "ExchangePlan | None" = None
+    """In an owner exchange, what all owners together answer: the same stacks, with as many coefficients as owners keep."""
 
     @cached_property
     def payload_bytes(self) -> int:
@@ -137,6 +191,9 @@ class ExchangePlan:
         for index, coding in enumerate(self.codings):
             lines.extend(f"group {index} {name}: {value!r}" for name, value in vars(coding).items())
         lines.extend(f"bucket {bucket.index}: {bucket.payload_bytes} bytes" for bucket in self.buckets)
+        if self.answers is not None:
+            topk = [coding.topk for coding in self.answers.codings]
+            lines.append(f"exchange: owner, which keeps {topk} coefficients of each group's chunks")
         return tuple(lines)
 
     @cached_property
@@ -161,6 +218,24 @@ def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, s
         if without_note(here) != without_note(there):
             return here, there
     return None
+
+
+def with_owners(plan: ExchangePlan, owner_topk: int | None) -> ExchangePlan:
+    """The plan for an owner exchange, where owners keep ``owner_topk`` coefficients per full chunk, by default twice a
+    sender's."""
+    codings = tuple(replace(one, topk=owner_topk or 2 * one.topk) for one in plan.codings)
+    buckets = tuple(_with_more_kept(bucket, codings) for bucket in plan.buckets)
+    return replace(plan, answers=ExchangePlan(plan.tensors, codings, buckets))
+
+
+def _with_more_kept(bucket: Bucket, codings: Sequence[Coding]) -> Bucket:
+    stacks, offset = [], HEADER_BYTES
+    for stack in bucket.stacks:
+        coding, layout = codings[stack.group], stack.entries[0].layout
+        codec = replace(stack.codec, num_kept=layout.kept(coding.topk, coding.chunk, coding.layout))
+        stacks.append(replace(stack, codec=codec, offset_bytes=offset))
+        offset += stacks[-1].num_bytes
+    return Bucket(bucket.index, tuple(stacks))
 
 
 def make_plan(tensors: Sequence[TensorSpec], codings: Sequence[Coding], num_buckets: int = 1) -> ExchangePlan:

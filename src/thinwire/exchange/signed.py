@@ -25,7 +25,7 @@ LEAST_KEY_BYTES = 16
 _TAG_BYTES = 32
 _FRESH_BYTES = 32
 _DOMAIN = b"thinwire signed exchange 1"
-_GREETING, _GATHER, _BROADCAST, _COPY = b"G", b"A", b"B", b"C"
+_GREETING, _GATHER, _ROWS, _BROADCAST, _COPY = b"G", b"A", b"R", b"B", b"C"
 # number of the exchange, sender, number of replicas, bytes of the name
 _PLACE = struct.Struct("<QIII")
 _log = logging.getLogger("thinwire")
@@ -113,19 +113,38 @@ class SignedTransport:
         if self.num_replicas == 1:
             return self._inner.start_all_gather_(messages_RB, what)
         number = self._num_exchanges
-        signed_RB = torch.empty(self.num_replicas, messages_RB.shape[1] + _TAG_BYTES, dtype=torch.uint8)
+        signed_RB = self._room_for(messages_RB)
         signed_RB[self.replica, :-_TAG_BYTES] = messages_RB[self.replica]
         self._sign_(signed_RB[self.replica], _GATHER, number, what)
         self._num_exchanges += 1
-        return _SignedGather(self, number, what, signed_RB, messages_RB, self._inner.start_all_gather_(signed_RB, what))
+        inner = self._inner.start_all_gather_(signed_RB, what)
+        return _Signed(inner, lambda: self._open_(signed_RB, messages_RB, _GATHER, number, what))
 
-    def open_(self, signed_RB: Tensor, messages_RB: Tensor, number: int, what: str) -> list[int]:
+    def start_all_to_all_(self, sent_RB: Tensor, received_RB: Tensor, what: str) -> Pending:
+        """Begin one all-to-all; the tag of each row says for whom it is."""
+        if self.num_replicas == 1:
+            return self._inner.start_all_to_all_(sent_RB, received_RB, what)
+        number = self._num_exchanges
+        leaving_RB, arriving_RB = self._room_for(sent_RB), self._room_for(received_RB)
+        leaving_RB[:, :-_TAG_BYTES] = sent_RB
+        for receiver, signed_B in enumerate(leaving_RB):
+            self._sign_(signed_B, _ROWS, number, _to(receiver, what))
+        self._num_exchanges += 1
+        received_RB[self.replica].copy_(sent_RB[self.replica])
+        inner = self._inner.start_all_to_all_(leaving_RB, arriving_RB, what)
+        mine = _to(self.replica, what)
+        return _Signed(inner, lambda: self._open_(arriving_RB, received_RB, _ROWS, number, mine))
+
+    def _room_for(self, messages_RB: Tensor) -> Tensor:
+        return torch.empty(self.num_replicas, messages_RB.shape[1] + _TAG_BYTES, dtype=torch.uint8)
+
+    def _open_(self, signed_RB: Tensor, messages_RB: Tensor, kind: bytes, number: int, what: str) -> list[int]:
         """Take over what the others have sent, zeros where it is not signed; who these were."""
         refused = []
         for sender, signed_B in enumerate(signed_RB):
             if sender == self.replica:
                 continue
-            if self._is_signed(signed_B, _GATHER, number, sender, what):
+            if self._is_signed(signed_B, kind, number, sender, what):
                 messages_RB[sender].copy_(signed_B[:-_TAG_BYTES])
             else:
                 messages_RB[sender].zero_()
@@ -236,14 +255,15 @@ def _not_signed(replica: int) -> str:
     )
 
 
-class _SignedGather:
-    """An all-gather under way; ``refused`` are the replicas whose messages did not pass, once it is over."""
+def _to(receiver: int, what: str) -> str:
+    return f"{what}, for replica {receiver}"
 
-    def __init__(
-        self, transport: SignedTransport, number: int, what: str, signed_RB: Tensor, messages_RB: Tensor, inner: Pending
-    ) -> None:
-        self._transport, self._number, self._what = transport, number, what
-        self._signed_RB, self._messages_RB, self._inner = signed_RB, messages_RB, inner
+
+class _Signed:
+    """An exchange under way; ``refused`` are the replicas whose messages did not pass, once it is over."""
+
+    def __init__(self, inner: Pending, open_: Callable[[], list[int]]) -> None:
+        self._inner, self._open_ = inner, open_
         self.refused: list[int] = []
 
     def begin(self) -> None:
@@ -254,4 +274,4 @@ class _SignedGather:
 
     def wait(self) -> None:
         self._inner.wait()
-        self.refused = self._transport.open_(self._signed_RB, self._messages_RB, self._number, self._what)
+        self.refused = self._open_()

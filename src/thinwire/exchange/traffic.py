@@ -35,6 +35,13 @@ class Count:
             self.received_bytes += message_bytes * (num_replicas - 1)
             self.num_exchanges += 1
 
+    def add_rows(self, message_bytes: int, num_replicas: int) -> None:
+        """Count one all-to-all: ``message_bytes`` to each of the others, and as many from each."""
+        if num_replicas > 1:
+            self.sent_bytes += message_bytes * (num_replicas - 1)
+            self.received_bytes += message_bytes * (num_replicas - 1)
+            self.num_exchanges += 1
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the time spent inside."""
@@ -62,6 +69,11 @@ class Traffic:
         """Count one exchange of the running step."""
         self.last_step.add(message_bytes, num_replicas)
         self.total.add(message_bytes, num_replicas)
+
+    def add_rows(self, message_bytes: int, num_replicas: int) -> None:
+        """Count one all-to-all of the running step."""
+        self.last_step.add_rows(message_bytes, num_replicas)
+        self.total.add_rows(message_bytes, num_replicas)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

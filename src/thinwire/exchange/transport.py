@@ -47,6 +47,11 @@ class Transport(Protocol):
         in errors. The rows must be left alone until the wait is over; this replica's is never changed."""
         ...
 
+    def start_all_to_all_(self, sent_RB: Tensor, received_RB: Tensor, what: str) -> Pending:
+        """Begin to send each row of ``sent_RB`` to the replica of its number, and to fill in ``received_RB`` with what each
+        has for this one, its own included. Both must be left alone until the wait is over."""
+        ...
+
     def broadcast_(self, tensor: Tensor, what: str, source: int = 0) -> None:
         """Overwrite ``tensor`` with that of one replica."""
         ...
@@ -140,6 +145,11 @@ class SoloTransport:
 
     def start_all_gather_(self, messages_RB: Tensor, what: str) -> Pending:
         """Nothing to do."""
+        return Done()
+
+    def start_all_to_all_(self, sent_RB: Tensor, received_RB: Tensor, what: str) -> Pending:
+        """What it has for itself."""
+        received_RB.copy_(sent_RB)
         return Done()
 
     def broadcast_(self, tensor: Tensor, what: str, source: int = 0) -> None:

@@ -227,6 +227,16 @@ class ElasticTransport(CollectiveTransport):
         except ExchangeError as error:
             return _Failed(error)
 
+    def start_all_to_all_(self, sent_RB: Tensor, received_RB: Tensor, what: str) -> Pending:
+        """See `start_all_gather_`."""
+        if self.num_replicas == 1:
+            received_RB.copy_(sent_RB)
+            return Done()
+        try:
+            return super().start_all_to_all_(sent_RB, received_RB, what)
+        except ExchangeError as error:
+            return _Failed(error)
+
     def broadcast_(self, tensor: Tensor, what: str, source: int = 0) -> None:
         """See `CollectiveTransport`."""
         if self.num_replicas > 1:
@@ -255,7 +265,7 @@ class ElasticTransport(CollectiveTransport):
             raise self._failure(what, time.monotonic() - began, error) from error
 
     def _finish(self, begin: Any, what: str) -> None:
-        self.wait_for(self._start(begin, what), what, False)
+        self.wait_for(self.start(begin, what), what, False)
 
     @property
     def _group_or_fail(self) -> Any:
@@ -265,6 +275,10 @@ class ElasticTransport(CollectiveTransport):
 
     def _all_gather(self, everyone: Tensor, mine: Tensor) -> dist.Work | None:
         work: dist.Work = self._group_or_fail._allgather_base(everyone, mine)
+        return work
+
+    def _all_to_all(self, received: Tensor, sent: Tensor) -> dist.Work | None:
+        work: dist.Work = self._group_or_fail.alltoall_base(received, sent, [], [])
         return work
 
     def _broadcast(self, flat: Tensor, source: int) -> dist.Work | None:

@@ -24,6 +24,7 @@ from thinwire.exchange.transport import Pending, Transport
 from thinwire.planner.cost import (
     TRIPS_PER_ROUND,
     Exchange,
+    all_to_all,
     latency_seconds,
     ring_all_gather,
     transfer_seconds,
@@ -139,7 +140,15 @@ class ShapedTransport:
             return self._inner.start_all_gather_(messages_RB, what)
         exchange = ring_all_gather(messages_RB.shape[1] + self.overhead_bytes, self.num_replicas)
         passage = self.link.start(exchange, what)
-        return _ShapedGather(passage, self._inner.start_all_gather_(messages_RB, what))
+        return _Shaped(passage, self._inner.start_all_gather_(messages_RB, what))
+
+    def start_all_to_all_(self, sent_RB: Tensor, received_RB: Tensor, what: str) -> Pending:
+        """Begin one all-to-all, on the link and in fact."""
+        if self.num_replicas == 1:
+            return self._inner.start_all_to_all_(sent_RB, received_RB, what)
+        exchange = all_to_all(sent_RB.shape[1] + self.overhead_bytes, self.num_replicas)
+        passage = self.link.start(exchange, what)
+        return _Shaped(passage, self._inner.start_all_to_all_(sent_RB, received_RB, what))
 
     def broadcast_(self, tensor: Tensor, what: str, source: int = 0) -> None:
         """Overwrite ``tensor`` with one replica's."""
@@ -148,8 +157,8 @@ class ShapedTransport:
             self._inner.broadcast_(tensor, what, source)
 
 
-class _ShapedGather:
-    """An all-gather under way."""
+class _Shaped:
+    """An exchange under way."""
 
     def __init__(self, passage: Passage, inner: Pending) -> None:
         self._passage, self._inner = passage, inner

@@ -192,6 +192,12 @@ def ring_all_gather(num_bytes: int, num_replicas: int, num_collectives: int = 1)
     return Exchange(num_bytes if rounds else 0, rounds * num_bytes, rounds * num_collectives)
 
 
+def all_to_all(num_bytes: int, num_replicas: int) -> Exchange:
+    """Bring ``num_bytes`` of each rank to each other one, in one round: nothing is passed on."""
+    num_others = num_replicas - 1
+    return Exchange(num_others * num_bytes, num_others * num_bytes, min(1, num_others))
+
+
 def tree_broadcast(num_bytes: int, num_replicas: int) -> Exchange:
     """Bring one rank's ``num_bytes`` to all: in every round those who have them pass them on, so that the first rank's link
     carries them as often as there are rounds."""

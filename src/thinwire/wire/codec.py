@@ -78,6 +78,13 @@ class ChunkCodec:
         unit = None if codec.unit is None else codec.unit(values_CK)
         return Encoded(pack_bits(torch.cat(parts, dim=1)), sent, unit)
 
+    @cached_property
+    def empty_record_B(self) -> Tensor:
+        """The record of a chunk of which nothing is sent."""
+        sends_all = self.index_codec.name == "all"
+        indices_CK = torch.arange(self.num_kept) if sends_all else torch.full((self.num_kept,), self.num_elements)
+        return self.encode(indices_CK[None], torch.zeros(1, self.num_kept)).records_CB[0]
+
     def decode(self, records_CB: Tensor) -> tuple[Tensor, Tensor]:
         """Read C records back: indices (C, K) in [0, E], and float32 values (C, K), 0 in void slots."""
         indices, codes, scale, _ = self._read(records_CB)

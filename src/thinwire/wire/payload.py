@@ -103,9 +103,10 @@ def payload_bytes(body_bytes: int) -> int:
 
 
 def seal_(payload_B: Tensor) -> None:
-    """Write the checksum into a payload whose header and body are there. Does not wait for the device."""
+    """Write the checksum into a payload (B), or into several (R, B), whose header and body are there. Does not wait for the
+    device."""
     words = payload_B.view(torch.int64)
-    words[CHECKSUM_WORD] = checksum(words)
+    words[..., CHECKSUM_WORD] = checksum(words)
 
 
 def checksum(words: Tensor) -> Tensor:

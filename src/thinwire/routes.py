@@ -1,0 +1,296 @@
+"""How the payload of a bucket gets from each replica to all: `Gather` or `Owners`, one contract.
+
+`Gather` brings everyone's payload to everyone. With `Owners` each replica owns a part of the chunks: it gets everyone's
+records of these, combines them, and sends what is strongest to all, so that what a replica receives does not grow with their
+number. Either way there are R messages in the end that all replicas have alike, one from each: what is decided, is decided
+from their headers, and so in the same way everywhere.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from thinwire.core.combine import Decoding
+from thinwire.core.errors import ExchangeError, PayloadError
+from thinwire.exchange.plan import Bucket, ExchangePlan, Message
+from thinwire.exchange.slices import Slice, clear_, join_, slice_of, split_
+from thinwire.exchange.traffic import Traffic
+from thinwire.exchange.transport import Transport, bytes_on_wire
+from thinwire.local_step import Encoding, LocalStep
+from thinwire.ownership import OwnedStack, places
+from thinwire.sealing import empty_findings, inspect_, open_, read_findings, seal_
+from thinwire.stack_step import GroupStep
+from thinwire.wire.payload import HEADER_BYTES, Header
+
+
+class Route(Protocol):
+    """The way of all buckets of one plan."""
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host must see what has come before a step can be applied."""
+        ...
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """Those of the plan."""
+        ...
+
+    def form(self, bucket: Bucket) -> Message:
+        """What `Encoding.payloads_RB` holds a row of from each replica."""
+        ...
+
+    def room(self, bucket: Bucket) -> Encoding:
+        """Room for all that is exchanged of a bucket."""
+        ...
+
+    def start_(self, bucket: Bucket, room: Encoding, header: Header) -> None:
+        """Begin to send the payload that is in the room, but for its checksum."""
+        ...
+
+    def turn_(self, bucket: Bucket, room: Encoding, header: Header) -> None:
+        """Do what is to be done half-way, with this replica's header, if that has not been done: the same on all replicas
+        before the first wait for what all have alike."""
+        ...
+
+    def apply_(
+        self, bucket: Bucket, groups: Sequence[GroupStep], room: Encoding, refused: Collection[int], decoding: Decoding
+    ) -> None:
+        """Change the parameters by what all have sent but ``refused``."""
+        ...
+
+    def leave_out_(self, bucket: Bucket, room: Encoding) -> None:
+        """The others had to leave this replica's message out, which they did not get as it was sent."""
+        ...
+
+    def take_back_(self, bucket: Bucket) -> None:
+        """Nothing that was sent counts. What the payload took from the momentum is left to the caller."""
+        ...
+
+
+class Gather:
+    """Everyone's payload to everyone."""
+
+    needs_host = False
+
+    def __init__(self, plan: ExchangePlan, local: LocalStep, transport: Transport, traffic: Traffic) -> None:
+        self.buckets: Sequence[Bucket] = plan.buckets
+        self._local, self._transport, self._traffic = local, transport, traffic
+
+    def form(self, bucket: Bucket) -> Message:
+        """See `Route`."""
+        return bucket
+
+    def room(self, bucket: Bucket) -> Encoding:
+        """See `Route`."""
+        return self._local.empty(bucket, self._transport.replica, self._transport.num_replicas)
+
+    def start_(self, bucket: Bucket, room: Encoding, header: Header) -> None:
+        """See `Route`."""
+        seal_(room.payload_B, self._local.is_fused)
+        self._traffic.add(bytes_on_wire(self._transport, bucket.payload_bytes), self._transport.num_replicas)
+        room.pending.append(self._transport.start_all_gather_(room.payloads_RB, name_of(header)))
+
+    def turn_(self, bucket: Bucket, room: Encoding, header: Header) -> None:
+        """See `Route`."""
+
+    def apply_(
+        self, bucket: Bucket, groups: Sequence[GroupStep], room: Encoding, refused: Collection[int], decoding: Decoding
+    ) -> None:
+        """See `Route`."""
+        payloads_RB = room.payloads_RB
+        if refused:
+            payloads_RB = payloads_RB[[row for row in range(len(payloads_RB)) if row not in refused]]
+        self._local.apply_(bucket, groups, payloads_RB, decoding)
+
+    def leave_out_(self, bucket: Bucket, room: Encoding) -> None:
+        """See `Route`."""
+        self._local.keep_units(room)
+        self._local.give_back_(room)
+
+    def take_back_(self, bucket: Bucket) -> None:
+        """See `Route`."""
+
+
+@dataclass(kw_only=True)
+class OwnerRoom(Encoding):
+    """``payloads_RB`` are everyone's answers. ``own_B`` is this replica's payload, ``sent_RB`` its slices for all owners,
+    ``received_RB`` everyone's slices for this one, and ``joined_B`` all answers as one payload."""
+
+    own_B: Tensor
+    sent_RB: Tensor
+    received_RB: Tensor
+    joined_B: Tensor
+    has_answered: bool = False
+
+    @property
+    def payload_B(self) -> Tensor:
+        """The own one."""
+        return self.own_B
+
+
+class Owners:
+    """Everyone's slices to their owners, and the owners' answers to everyone. ``answering`` applies the answers. ``drops``
+    says whether bad slices are left out; else their owner gives the step up."""
+
+    needs_host = True
+
+    def __init__(
+        self,
+        plan: ExchangePlan,
+        local: LocalStep,
+        answering: LocalStep,
+        transport: Transport,
+        traffic: Traffic,
+        decoding: Decoding,
+        drops: bool,
+    ) -> None:
+        assert plan.answers is not None
+        self.buckets: Sequence[Bucket] = plan.buckets
+        self._answers = plan.answers.buckets
+        self._local, self._answering = local, answering
+        self._transport, self._traffic, self._decoding, self._drops = transport, traffic, decoding, drops
+        # Where replicas come and go, the transport's numbers change before the last attempt is settled.
+        self._owner, self._num_owners = transport.replica, transport.num_replicas
+        self._owned = {bucket.index: self._owned_stacks(bucket) for bucket in plan.buckets}
+
+    def _owned_stacks(self, bucket: Bucket) -> list[OwnedStack]:
+        found = []
+        for stack, run, answer_run in zip(bucket.stacks, self._slice(bucket).stacks, self.form(bucket).stacks, strict=True):
+            mine = [self._local.tensors[place.tensor].owned_CE for place in places(stack, self._owner, self._num_owners)]
+            found.append(OwnedStack(run, answer_run, mine))
+        return found
+
+    def _slice(self, bucket: Bucket) -> Slice:
+        return slice_of(bucket, self._num_owners)
+
+    def form(self, bucket: Bucket) -> Slice:
+        """See `Route`."""
+        return slice_of(self._answers[bucket.index], self._num_owners)
+
+    def room(self, bucket: Bucket) -> OwnerRoom:
+        """See `Route`."""
+        own_B = self._local.empty(bucket).payload_B
+        answers_RB = own_B.new_zeros(self._num_owners, self.form(bucket).payload_bytes)
+        slices_RB = own_B.new_zeros(self._num_owners, self._slice(bucket).payload_bytes)
+        findings_RW = empty_findings(bucket, self._num_owners, own_B.device)
+        return OwnerRoom(
+            answers_RB,
+            self._owner,
+            findings_RW,
+            findings_RW,
+            own_B=own_B,
+            sent_RB=slices_RB,
+            received_RB=slices_RB.clone(),
+            joined_B=own_B.new_zeros(self._answers[bucket.index].payload_bytes),
+        )
+
+    def start_(self, bucket: Bucket, room: Encoding, header: Header) -> None:
+        """See `Route`."""
+        assert isinstance(room, OwnerRoom)
+        room.has_answered = False
+        split_(room.own_B, bucket, room.sent_RB)
+        room.sent_RB[:, :HEADER_BYTES] = room.own_B[:HEADER_BYTES]
+        seal_(room.sent_RB, fused=False)
+        self._traffic.add_rows(bytes_on_wire(self._transport, room.sent_RB.shape[1]), self._num_owners)
+        room.pending.append(self._transport.start_all_to_all_(room.sent_RB, room.received_RB, name_of(header)))
+
+    def turn_(self, bucket: Bucket, room: Encoding, header: Header) -> None:
+        """Combine what has come for this owner, and answer. See `Route`."""
+        assert isinstance(room, OwnerRoom)
+        if room.has_answered:
+            return
+        with self._traffic.waiting():
+            room.wait()
+        with self._traffic.applying():
+            answer_B = room.payloads_RB[room.replica]
+            takes_step = not header.gave_up and not header.trouble.problem
+            slices_SB = self._sound_slices(bucket, room, header) if takes_step else None
+            open_(answer_B, replace(header, gave_up=header.gave_up or room.failure is not None))
+            if slices_SB is not None:
+                clear_(answer_B, self.form(bucket))
+                for owned in self._owned[bucket.index]:
+                    owned.answer_(slices_SB, self._decoding, answer_B)
+            seal_(answer_B, fused=False)
+        self._traffic.add(bytes_on_wire(self._transport, len(answer_B)), self._num_owners)
+        room.pending.append(self._transport.start_all_gather_(room.payloads_RB, f"{name_of(header)}, answers"))
+        room.has_answered = True
+
+    def _sound_slices(self, bucket: Bucket, room: OwnerRoom, header: Header) -> Tensor | None:
+        """Of those that take the step with this replica; if someone does not, all will know it from the answers. None if
+        this replica must give it up."""
+        form, counted = self._slice(bucket), []
+        findings_RW = empty_findings(form, len(room.received_RB), room.received_RB.device)
+        inspect_(form, room.received_RB, findings_RW, self._local.is_fused)
+        for sender, found in enumerate(read_findings(form, findings_RW.cpu(), header)):
+            if isinstance(found, PayloadError):
+                room.left_out[sender] = found
+            elif found.digest == header.digest and not found.gave_up and not found.trouble.problem:
+                counted.append(sender)
+        if room.left_out and not self._drops:
+            room.failure = next(iter(room.left_out.values()))
+        elif len(room.left_out) >= max(1, len(room.received_RB) - 1):
+            words = f"step {header.step}: no slice of another replica is sound; is this one's own network at fault?"
+            room.failure = ExchangeError(f"{words} ({next(iter(room.left_out.values()))})")
+        return room.received_RB[counted] if room.failure is None else None
+
+    def apply_(
+        self, bucket: Bucket, groups: Sequence[GroupStep], room: Encoding, refused: Collection[int], decoding: Decoding
+    ) -> None:
+        """See `Route`. What was sent to an owner whose answer does not count returns to the momentum."""
+        assert isinstance(room, OwnerRoom)
+        for owner in refused:
+            clear_(room.payloads_RB[owner], self.form(bucket))
+        answers = self._answers[bucket.index]
+        join_(room.payloads_RB, answers, room.joined_B)
+        if refused:
+            self._return_slices_(bucket, room, refused)
+        self._answering.apply_(answers, groups, room.joined_B[None], for_answers(decoding))
+        for owned in self._owned[bucket.index]:
+            owned.commit_()
+
+    def _return_slices_(self, bucket: Bucket, room: OwnerRoom, owners: Collection[int]) -> None:
+        form = self._slice(bucket)
+        for owner, slice_B in enumerate(room.sent_RB):
+            if owner not in owners:
+                clear_(slice_B, form)
+        join_(room.sent_RB, bucket, room.own_B)
+        self._local.keep_units(room)
+        self._local.give_back_(room)
+
+    def leave_out_(self, bucket: Bucket, room: Encoding) -> None:
+        """See `Route`."""
+        self.take_back_(bucket)
+
+    def take_back_(self, bucket: Bucket) -> None:
+        """See `Route`."""
+        for owned in self._owned[bucket.index]:
+            owned.drop()
+
+
+def make_route(
+    plan: ExchangePlan,
+    local: LocalStep,
+    transport: Transport,
+    traffic: Traffic,
+    backend: str,
+    decoding: Decoding,
+    drops: bool,
+) -> Route:
+    """The one that the plan asks for; alone, there is nobody else to own anything."""
+    if plan.answers is None or transport.num_replicas == 1:
+        return Gather(plan, local, transport, traffic)
+    answering = LocalStep(plan.answers, local.tensors, backend, for_answers(decoding))
+    return Owners(plan, local, answering, transport, traffic, decoding, drops)
+
+
+def for_answers(decoding: Decoding) -> Decoding:
+    """How one message that is combined already becomes a direction."""
+    return Decoding(is_exact=decoding.is_exact)
+
+
+def name_of(header: Header) -> str:
+    """Of an exchange, in errors."""
+    return f"exchange of step {header.step}, bucket {header.bucket}"
