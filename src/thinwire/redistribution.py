@@ -5,7 +5,7 @@ is brought back from frequencies to elements, and from there to the frequencies 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,9 +17,12 @@ from thinwire.core.layout import ChunkLayout, Part, bands_of, crop_to_rows, plan
 from thinwire.core.scratch import Scratch
 from thinwire.core.transform import forward, inverse_
 from thinwire.core.update_rules import UPDATE_RULES
+from thinwire.exchange.plan import Coding
 from thinwire.optimizer import DeMo
-from thinwire.options import MOMENTUM_DTYPES
+from thinwire.options import MOMENTUM_DTYPES, coding_of
+from thinwire.ownership import folded
 from thinwire.planning import specs_of
+from thinwire.wire.codec import ChunkCodec
 
 REDISTRIBUTIONS = ("keep", "zero", "sum", "mean")
 
@@ -30,7 +33,7 @@ def assemble(optimizer: DeMo, saved: Iterable[dict[str, Any]], residual: str) ->
     ``residual`` says what becomes of the residual momenta of R' saved replicas in the R of now. ``keep``: each replica takes
     the one of the same number; what has no taker is lost, and who finds none starts without. ``zero``: all start without.
     ``sum``: the momenta are split or added up, so that their sum over all replicas stays what it was. ``mean``: so that the
-    mean does. The saved states are looked at one after the other, so they may be read as they are asked for.
+    mean does. What owners had not sent yet counts as their momentum. The saved states are looked at one after the other, so they may be read as they are asked for.
     """
     check_choice("residual", residual, REDISTRIBUTIONS)
     wanted = _wanted(optimizer)
@@ -49,7 +52,8 @@ def assemble(optimizer: DeMo, saved: Iterable[dict[str, Any]], residual: str) ->
                 raise CheckpointError(f"the checkpoint has no state of {wanted[index].name}: it was not trained there")
             del wanted[index]
         for index, piece in wanted.items():
-            _take(piece, cuts[index], state["state"][index], whose["replica"], shares.get(whose["replica"], 0.0))
+            found = _without_owner(state["state"][index], cuts[index], optimizer, whose["num_replicas"])
+            _take(piece, cuts[index], found, whose["replica"], shares.get(whose["replica"], 0.0))
     if not groups:
         raise CheckpointError("there is no saved state to go on from")
     for piece in wanted.values():
@@ -80,6 +84,7 @@ class _Cut:
     whole_shape: tuple[int, ...]
     offset: tuple[int, ...]
     layout: ChunkLayout
+    coding: Coding = field(compare=False)
 
     def overlap(self, other: "_Cut") -> tuple[slice, ...]:
         """What of this part the other has, as a place in this part; some slices are empty if there is nothing."""
@@ -93,7 +98,7 @@ class _Cut:
 def _cut(shape: Sequence[int], part: Part | None, group: dict[str, Any]) -> _Cut:
     layout = plan_layout(tuple(shape), group["chunk"], group["dense_below"], group["layout"], part)
     whole, offset = (tuple(shape), (0,) * len(shape)) if part is None else (part.whole_shape, part.offset)
-    return _Cut(tuple(shape), whole, offset, layout)
+    return _Cut(tuple(shape), whole, offset, layout, coding_of(group))
 
 
 class _Piece:
@@ -155,6 +160,15 @@ def _check_groups(saved: list[dict[str, Any]], optimizer: DeMo) -> None:
     for number, (old, new) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
         if old["update"] != new["update"]:
             raise CheckpointError(f"group {number} was trained with update={old['update']!r}, and now has {new['update']!r}")
+
+
+def _without_owner(state: dict[str, Tensor], cut: _Cut, optimizer: DeMo, num_saved: int) -> dict[str, Tensor]:
+    """What an owner had not sent yet is momentum of its own again: other replicas may own other chunks."""
+    combine, values = optimizer._decoding.combine, cut.coding.values
+    codec = ChunkCodec(
+        cut.layout.num_elements, cut.layout.kept(cut.coding.topk, cut.coding.chunk, cut.coding.layout), values
+    )
+    return {**state, "momentum": folded(state["momentum"], state, codec, combine, num_saved)}
 
 
 def _take(piece: _Piece, theirs: _Cut, state: dict[str, Tensor], replica: int, share: float) -> None:

@@ -5,6 +5,7 @@ import re
 import signal
 import time
 import warnings
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -58,6 +59,23 @@ def test_ranks_end_bit_identical_and_equal_to_loopback(num_ranks: int, options: 
         assert total_sent == NUM_STEPS * sent
         assert num_exchanges == num_buckets, "one collective per bucket, and no other"
         assert num_buckets == (2 if "num_buckets" in options else 1)
+
+
+def _train_with_owners(rank: int) -> tuple[Tensor, Any]:
+    model, optimizer, _ = train(rank, 6, exchange="owner", overlap=True, num_buckets=2)
+    return flat(model), asdict(optimizer.traffic.last_step)
+
+
+def test_owners_end_bit_identical_and_equal_to_loopback() -> None:
+    def in_one_process(transport: LoopbackTransport) -> tuple[Tensor, Any]:
+        options = {"exchange": "owner", "num_buckets": 2}
+        model, optimizer, _ = train(transport.replica, 6, transport=transport, **options)
+        return flat(model), asdict(optimizer.traffic.last_step)
+
+    results, alike = run_ranks(_train_with_owners, 3), run_replicas(in_one_process, 3)
+    assert all(torch.equal(parameters, alike[0][0]) for parameters, _ in [*results, *alike])
+    for name in ("sent_bytes", "received_bytes", "num_exchanges"):
+        assert all(count[name] == alike[0][1][name] for _, count in results)
 
 
 def _train_with_unused(rank: int) -> Tensor:
@@ -177,7 +195,8 @@ def test_a_sparse_gradient_on_one_rank_is_an_error_on_all() -> None:
 
 
 def _die(rank: int, moment: str) -> tuple[str, float, bool, bool] | None:
-    model, optimizer, _ = train(rank, 3, timeout_seconds=3)
+    exchange = "owner" if moment == "owing an answer" else "all_gather"
+    model, optimizer, _ = train(rank, 3, timeout_seconds=3, exchange=exchange)
     images, labels = batch(7, rank)
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(images), labels).backward()
@@ -185,7 +204,7 @@ def _die(rank: int, moment: str) -> tuple[str, float, bool, bool] | None:
     if rank == 2:
         if moment == "late":
             time.sleep(10)
-        if moment == "mid-step":
+        if moment in ("mid-step", "owing an answer"):
             optimizer._transport.start_all_gather_ = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
             optimizer.step()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -199,7 +218,7 @@ def _die(rank: int, moment: str) -> tuple[str, float, bool, bool] | None:
     return outcome, time.monotonic() - began, untouched, kept
 
 
-@pytest.mark.parametrize("moment", ["before", "mid-step", "late"])
+@pytest.mark.parametrize("moment", ["before", "mid-step", "late", "owing an answer"])
 def test_a_rank_that_dies_or_lags_is_named_in_time_and_nothing_is_changed(moment: str) -> None:
     results = run_ranks(_die, 3, moment, may_die=True, timeout_seconds=60)
     for outcome, seconds, untouched, kept in results[:2]:

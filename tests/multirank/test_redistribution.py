@@ -246,12 +246,12 @@ def test_shares() -> None:
     assert shares_of("zero", 0, 1, 1) == {}
 
 
-def replicas(num_replicas: int, states: list[dict[str, Any]] | None, residual: str) -> list[dict[str, Any]]:
+def replicas(num_replicas: int, states: list[dict[str, Any]] | None, residual: str, **others: Any) -> list[dict[str, Any]]:
     """State dicts after a few steps, or right after loading."""
 
     def work(transport: LoopbackTransport) -> dict[str, Any]:
         model = training.build()
-        options: dict[str, Any] = {"chunk": 16, "topk": 8, "dense_below": 60}
+        options: dict[str, Any] = {"chunk": 16, "topk": 8, "dense_below": 60, **others}
         optimizer = DeMo(model.named_parameters(), lr=1e-2, transport=transport, **options)
         if states is not None:
             optimizer.load_state_dict(assemble(optimizer, states, residual))
@@ -274,6 +274,19 @@ def test_more_and_fewer_replicas_with_the_same_chunks_keep_every_coefficient() -
     kept = replicas(2, saved, "keep")
     for index in saved[0]["state"]:
         assert torch.equal(kept[1]["state"][index]["momentum"], saved[1]["state"][index]["momentum"])
+
+
+@pytest.mark.parametrize("exchange", ["owner", "all_gather"])
+def test_what_owners_had_not_sent_is_momentum_of_more_and_fewer_replicas(exchange: str) -> None:
+    options = {"values": "float32", "combine": "mean_over_replicas"}
+    saved = replicas(3, None, "", exchange="owner", **options)
+    for num_replicas in (1, 2, 5):
+        loaded = replicas(num_replicas, saved, "sum", exchange=exchange, **options)
+        for index in saved[0]["state"]:
+            before = torch.stack([state["state"][index]["momentum"].double() for state in saved]).sum(0)
+            before += 3 * torch.cat([state["state"][index]["owner_residual"].double() for state in saved])
+            after = torch.stack([state["state"][index]["momentum"].double() for state in loaded]).sum(0)
+            assert torch.allclose(after, before, rtol=1e-6, atol=1e-6)
 
 
 def test_what_is_missing_or_other_is_named() -> None:

@@ -15,22 +15,22 @@ from thinwire.core.layout import matrix_shape, plan_layout
 from thinwire.core.reference import Oracle
 from thinwire.core.update_rules import UPDATE_RULES
 from thinwire.exchange.loopback import run_replicas
-from thinwire.exchange.plan import Coding, TensorSpec, make_plan
+from thinwire.exchange.plan import Coding, TensorSpec, make_plan, with_owners
 from thinwire.wire.values import VALUE_CODECS
 
 
 def train(
     shape: tuple[int, ...], gradients: list[list[Tensor]], start: Tensor, **options: Any
-) -> list[tuple[Tensor, Tensor]]:
-    """Parameters and momentum of each replica after steps with ``gradients[step][replica]``."""
+) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """Parameters and state of each replica after steps with ``gradients[step][replica]``."""
 
-    def work(transport: Any) -> tuple[Tensor, Tensor]:
+    def work(transport: Any) -> tuple[Tensor, dict[str, Tensor]]:
         parameter = nn.Parameter(start.clone())
         optimizer = DeMo([parameter], transport=transport, exact_decode=False, **options)
         for step in gradients:
             parameter.grad = step[transport.replica].to(parameter.dtype)
             optimizer.step()
-        return parameter.detach(), optimizer.state[parameter]["momentum"]
+        return parameter.detach(), optimizer.state[parameter]
 
     return run_replicas(work, len(gradients[0]))
 
@@ -49,7 +49,12 @@ def follow(shape: tuple[int, ...], num_replicas: int, num_steps: int, seed: int,
     options = {"lr": 0.05, "momentum_decay": 0.9, "weight_decay": 0.1, "momentum_dtype": "float64", **options}
     chunk, topk = options["chunk"], options["topk"]
     coding = Coding(chunk, topk, options["values"], "adaptive", options["dense_below"])
-    (stack,) = make_plan([TensorSpec("p", shape, "float64", 0)], [coding]).buckets[0].stacks
+    plan = make_plan([TensorSpec("p", shape, "float64", 0)], [coding])
+    (stack,) = plan.buckets[0].stacks
+    owner: dict[str, Any] = {}
+    if options.get("exchange") == "owner" and num_replicas > 1:
+        answers: Any = with_owners(plan, options["owner_topk"]).answers
+        owner = {"owner_kept": answers.buckets[0].stacks[0].codec.num_kept}
     layout = plan_layout(shape, chunk, options["dense_below"])
     view = (1, 1, start.numel()) if layout.dense else matrix_shape(shape, chunk)
     oracle = Oracle(
@@ -64,6 +69,7 @@ def follow(shape: tuple[int, ...], num_replicas: int, num_steps: int, seed: int,
         share=stack.share,
         transform=not layout.dense,
         lr_in_momentum=options["lr_in_momentum"],
+        **owner,
     )
     for step in gradients:
         oracle.step([gradient.view(view) for gradient in step], options["lr"], options["momentum_decay"], 0.1)
@@ -72,10 +78,14 @@ def follow(shape: tuple[int, ...], num_replicas: int, num_steps: int, seed: int,
     if oracle.closest_call < 1e-9:
         return False
     tolerance = 1e-5 if options.get("clip_to_median") else 1e-7
-    for replica, (parameter, momentum) in enumerate(results):
+    for replica, (parameter, state) in enumerate(results):
+        momentum = state["momentum"]
         assert torch.allclose(parameter, oracle.parameter.view(shape), atol=tolerance), "parameters"
         expected = torch.stack(oracle.momenta[replica]).view_as(momentum)
         assert torch.allclose(momentum, expected, atol=1e-7), "residual momentum"
+    if owner:
+        residual = torch.cat([state["owner_residual"] for _, state in results])
+        assert torch.allclose(residual, torch.stack(oracle.residuals).view_as(residual), atol=tolerance), "owners' residuals"
     return True
 
 
@@ -113,6 +123,30 @@ def test_votes_and_clipped_values_with_every_codec(values: str, num_replicas: in
         for robust in ({"combine": "majority_vote"}, {"combine": "mean_over_senders", "clip_to_median": True}):
             seed = int(torch.randint(2**31, ()))
             follow(shape, num_replicas, 3, seed, dense_below=dense_below, **options, **robust)
+
+
+@pytest.mark.parametrize("combine", COMBINE_RULES)
+@pytest.mark.parametrize("values", sorted(VALUE_CODECS))
+def test_owners_with_every_codec_and_combine_rule(values: str, combine: str) -> None:
+    options = {"chunk": 6, "topk": 5, "update": "sgd", "values": values, "lr_in_momentum": False, "exchange": "owner"}
+    for shape, dense_below in (((13, 10), 0), ((7, 5), 100)):
+        assert follow(shape, 2, 4, 3, dense_below=dense_below, owner_topk=7, combine=combine, **options)
+
+
+@given(
+    shape=st.lists(st.integers(1, 14), min_size=0, max_size=4).map(tuple).filter(lambda shape: math.prod(shape) <= 1500),
+    num_replicas=st.integers(1, 6),
+    chunk=st.integers(1, 9),
+    topk=st.integers(1, 8),
+    owner_topk=st.integers(1, 20),
+    update=st.sampled_from(["sgd", "adamw"]),
+    values=st.sampled_from(sorted(VALUE_CODECS)),
+    combine=st.sampled_from(COMBINE_RULES),
+    dense_below=st.sampled_from([0, 20]),
+    seed=st.integers(0, 2**32),
+)
+def test_any_shape_with_owners(shape: tuple[int, ...], num_replicas: int, seed: int, **options: Any) -> None:
+    follow(shape, num_replicas, 3, seed, lr_in_momentum=False, exchange="owner", **options)
 
 
 @given(

@@ -58,7 +58,12 @@ class Citizen:
             self._hub.leave(self.replica)
 
     def start_all_gather_(self, messages_RB: Tensor, what: str) -> Pending:
-        pending = self._wire.start_all_gather_(messages_RB, what)
+        return self._or_lost(self._wire.start_all_gather_(messages_RB, what), what)
+
+    def start_all_to_all_(self, sent_RB: Tensor, received_RB: Tensor, what: str) -> Pending:
+        return self._or_lost(self._wire.start_all_to_all_(sent_RB, received_RB, what), what)
+
+    def _or_lost(self, pending: Pending, what: str) -> Pending:
         if what in self.loses:
             self.loses.remove(what)
 
@@ -116,9 +121,9 @@ def train(citizen: Citizen, seed: int, share: int, until: int = NUM_STEPS, **mor
     return flat(model).clone(), momenta(optimizer), optimizer
 
 
-def both(town: Town, loses: Sequence[str], overlap: bool = False) -> dict[str, Any]:
+def both(town: Town, loses: Sequence[str], **options: Any) -> dict[str, Any]:
     ends = {"a": Citizen(town, "a"), "b": Citizen(town, "b", loses)}
-    return run_town({name: lambda name=name: train(ends[name], ord(name), ord(name), overlap=overlap) for name in ends})
+    return run_town({name: lambda name=name: train(ends[name], ord(name), ord(name), **options) for name in ends})
 
 
 def test_all_start_from_one_and_stay_alike() -> None:
@@ -131,8 +136,8 @@ def test_all_start_from_one_and_stay_alike() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("bucket", [0, 1])
 def test_who_lacks_a_step_that_others_took_gets_its_payloads_and_nothing_is_lost(bucket: int, overlap: bool) -> None:
-    undisturbed = both(Town("ab"), [], overlap)
-    results = both(Town("ab", "ab"), [f"exchange of step 4, bucket {bucket}"], overlap)
+    undisturbed = both(Town("ab"), [], overlap=overlap)
+    results = both(Town("ab", "ab"), [f"exchange of step 4, bucket {bucket}"], overlap=overlap)
     for name in "ab":
         assert torch.equal(results[name][0], undisturbed[name][0])
     # b kept what it had sent out of its momentum, to the bit; a had begun step 5 and took it back, to rounding.
@@ -141,12 +146,34 @@ def test_who_lacks_a_step_that_others_took_gets_its_payloads_and_nothing_is_lost
     assert results["b"][2].membership.num_copies == 1, "only the first copy, of a's first parameters"
 
 
-def test_what_nobody_took_is_tried_again() -> None:
-    undisturbed = both(Town("ab"), [])
+def owned(optimizer: DeMo) -> list[Tensor]:
+    return [state["owner_residual"] for state in optimizer.state.values()]
+
+
+def test_who_lacks_a_step_gets_the_answers_of_its_owners() -> None:
+    undisturbed = both(Town("ab"), [], exchange="owner")
+    results = both(Town("ab", "ab"), ["exchange of step 4, bucket 1, answers"], exchange="owner")
+    for name in "ab":
+        assert torch.equal(results[name][0], undisturbed[name][0])
+        for found, expected in zip(owned(results[name][2]), owned(undisturbed[name][2]), strict=True):
+            assert torch.allclose(found, expected, atol=1e-6)
+    assert results["b"][2].membership.num_copies == 1
+
+
+@pytest.mark.parametrize(
+    ("exchange", "lost"),
+    [
+        ("all_gather", "exchange of step 4, bucket 1"),
+        ("owner", "exchange of step 4, bucket 1"),
+        ("owner", "exchange of step 4, bucket 1, answers"),
+    ],
+)
+def test_what_nobody_took_is_tried_again(exchange: str, lost: str) -> None:
+    undisturbed = both(Town("ab"), [], exchange=exchange)
     town = Town("ab", "ab")
-    lost = ["exchange of step 4, bucket 1"]
-    ends = {name: Citizen(town, name, lost) for name in "ab"}
-    results = run_town({name: lambda name=name: train(ends[name], ord(name), ord(name)) for name in ends})
+    ends = {name: Citizen(town, name, [lost]) for name in "ab"}
+    works = {name: lambda name=name: train(ends[name], ord(name), ord(name), exchange=exchange) for name in ends}
+    results = run_town(works)
     assert torch.equal(results["a"][0], results["b"][0])
     assert torch.allclose(results["a"][0], undisturbed["a"][0], atol=1e-4)
     for name in "ab":
@@ -154,7 +181,9 @@ def test_what_nobody_took_is_tried_again() -> None:
             assert torch.allclose(found, expected, atol=1e-4)
 
 
-def test_the_others_go_on_without_one_that_died_and_let_it_in_again() -> None:
+@pytest.mark.parametrize("exchange", ["all_gather", "owner"])
+def test_the_others_go_on_without_one_that_died_and_let_it_in_again(exchange: str) -> None:
+    options = {**OPTIONS, "exchange": exchange}
     town = Town("abc", "ab", "abc")
     ends = {name: Citizen(town, name) for name in "abc"}
     again = Citizen(town, "c")
@@ -162,10 +191,10 @@ def test_the_others_go_on_without_one_that_died_and_let_it_in_again() -> None:
     may_return = threading.Event()
 
     def dies_and_returns() -> tuple[Tensor, list[Tensor], DeMo]:
-        train(ends["c"], 3, 3, until=2)
+        train(ends["c"], 3, 3, until=2, exchange=exchange)
         may_return.wait(20)
         model = build(99)
-        optimizer = DeMo(model.parameters(), lr=1e-2, transport=again, **OPTIONS)
+        optimizer = DeMo(model.parameters(), lr=1e-2, transport=again, **options)
         for state in optimizer.state.values():
             state["momentum"].normal_()
         counter = torch.zeros(2)
@@ -173,13 +202,15 @@ def test_the_others_go_on_without_one_that_died_and_let_it_in_again() -> None:
         assert counter.tolist() == [7.0, 8.0], "what is carried along"
         assert optimizer.num_steps == 4
         assert all(not momentum.any() for momentum in momenta(optimizer)), "no residual of its own"
+        if exchange == "owner":
+            assert [len(residual) for residual in owned(optimizer)] != [0] * len(optimizer.state)
         while optimizer.num_steps < NUM_STEPS:
             train_step(model, optimizer, optimizer.num_steps, 3)
         return flat(model).clone(), momenta(optimizer), optimizer
 
     def stays(name: str) -> tuple[Tensor, list[Tensor], DeMo]:
         model = build(ord(name))
-        optimizer = DeMo(model.parameters(), lr=1e-2, transport=ends[name], **OPTIONS)
+        optimizer = DeMo(model.parameters(), lr=1e-2, transport=ends[name], **options)
         optimizer.meet([torch.tensor([7.0, 8.0])])
         while optimizer.num_steps < NUM_STEPS:
             # Only the first replica calls a meeting, and all come to it before the next step.

@@ -132,6 +132,18 @@ def exchange(
     return combined
 
 
+def answer(combined: list[Tensor], residuals: list[Tensor], num_kept: int, codec: str) -> list[Tensor]:
+    """In an owner exchange, what all get of the combined coefficients of every chunk: its owner adds them to what it has
+    left, and sends the strongest, as a replica does with its momentum."""
+    for residual, chunk in zip(residuals, combined, strict=True):
+        residual += chunk
+    answers = [torch.zeros_like(chunk) for chunk in combined]
+    for result, message in zip(answers, send(residuals, num_kept, codec, 1.0), strict=True):
+        for index, value in message.items():
+            result.view(-1)[index] = value
+    return answers
+
+
 def update(parameter: Tensor, d: Tensor, state: dict[str, Tensor], rule: str, lr: float, step: int) -> None:
     """Step 8, on (matrices, rows, cols), with the default betas (0.9, 0.99) and eps 1e-8."""
     if rule == "sign":
@@ -164,6 +176,7 @@ class Oracle:
         self.edges, self.num_kept, self.options = edges, num_kept, options
         zeros = torch.zeros_like(self.parameter)
         self.momenta = [to_chunks(zeros, edges, False) for _ in range(num_replicas)]
+        self.residuals = to_chunks(zeros, edges, False)
         self.state: dict[str, Tensor] = {}
         self.step_count = 0
         self.closest_call = 1.0
@@ -187,6 +200,11 @@ class Oracle:
             float(o.get("share", 1.0)),  # type: ignore[arg-type]
             bool(o.get("clips", False)),
         )
+        if "owner_kept" in o:
+            chunks = [(left + new).view(-1).tolist() for left, new in zip(self.residuals, combined, strict=True)]
+            kept = int(o["owner_kept"])  # type: ignore[call-overload]
+            self.closest_call = min([self.closest_call, *(closeness(chunk, kept) or 1.0 for chunk in chunks)])
+            combined = answer(combined, self.residuals, kept, str(o.get("values", "float32")))
         shape = (self.parameter.shape[0], self.parameter.shape[1], self.parameter.shape[2])
         d = from_chunks(combined, shape, self.edges, transform)
         update(self.parameter, d, self.state, str(o.get("rule", "sign")), lr, self.step_count)
