@@ -1,5 +1,5 @@
-"""Does training bear an owner exchange? Loss of a small GPT with R virtual replicas, for several numbers of coefficients that
-owners keep, beside an all-gather.
+"""Does training bear an owner exchange? Loss of a small GPT with R virtual replicas, for several numbers of coefficients
+that owners keep, beside an all-gather.
 
     python benchmarks/owner_loss.py --out results/owner_loss/DATE_HARDWARE [--replicas 8 64] [--steps 300] [--seeds 3]
 

@@ -33,7 +33,8 @@ def assemble(optimizer: DeMo, saved: Iterable[dict[str, Any]], residual: str) ->
     ``residual`` says what becomes of the residual momenta of R' saved replicas in the R of now. ``keep``: each replica takes
     the one of the same number; what has no taker is lost, and who finds none starts without. ``zero``: all start without.
     ``sum``: the momenta are split or added up, so that their sum over all replicas stays what it was. ``mean``: so that the
-    mean does. What owners had not sent yet counts as their momentum. The saved states are looked at one after the other, so they may be read as they are asked for.
+    mean does. What owners had not sent yet counts as their momentum. The saved states are looked at one after the other, so
+    they may be read as they are asked for.
     """
     check_choice("residual", residual, REDISTRIBUTIONS)
     wanted = _wanted(optimizer)

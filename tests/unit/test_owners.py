@@ -271,7 +271,9 @@ def test_a_plan_may_change_on_the_way_if_all_change_it_and_else_all_stop() -> No
         return flat(model)
 
     first, second = run_replicas(lambda end: work(end, (0, 1)), 2)
-    assert isinstance(first, Tensor) and isinstance(second, Tensor) and torch.equal(first, second)
+    assert isinstance(first, Tensor)
+    assert isinstance(second, Tensor)
+    assert torch.equal(first, second)
     for message in run_replicas(lambda end: work(end, (0,)), 2):
         assert "number of tensors" in str(message)
 

@@ -102,7 +102,7 @@ class LoopbackHub:
 
 
 class _Posted:
-    """An exchange under way; ``skipped`` has nothing to take from itself, and ``row`` of each message is for this replica."""
+    """An exchange under way; ``skipped`` has nothing to take from itself, ``row`` of each message is for this replica."""
 
     def __init__(
         self, hub: LoopbackHub, number: int, what: str, messages_RB: Tensor, skipped: int | None, row: int | None
