@@ -9,8 +9,9 @@ from torch import Tensor
 
 from thinwire.core.layout import empty_momentum, matrix_shape
 from thinwire.core.update_rules import UPDATE_RULES, Hyper
-from thinwire.exchange.plan import ExchangePlan, TensorSpec, make_plan, with_owners
+from thinwire.exchange.plan import ExchangePlan, Stack, TensorSpec, make_plan, with_owners
 from thinwire.exchange.sharding import local_of, part_of
+from thinwire.exchange.slices import deal
 from thinwire.exchange.traffic import Count
 from thinwire.exchange.transport import Transport, bytes_on_wire
 from thinwire.options import MOMENTUM_DTYPES, check_parameter, coding_of, lr_of, settings_lines
@@ -71,16 +72,24 @@ def plan_and_tensors(
     return plan, tensors
 
 
+def owned_stacks(plan: ExchangePlan, owning: Owning) -> Iterator[tuple[Stack, range]]:
+    """Which chunks of each stack a replica owns. Alone, it owns none: there is nobody to send for."""
+    for bucket in plan.buckets:
+        mine = deal(bucket, owning.num_replicas)[owning.replica]
+        for stack, chunks in zip(bucket.stacks, mine, strict=True):
+            yield stack, chunks if owning.num_replicas > 1 else range(0)
+
+
 def _own(plan: ExchangePlan, tensors: list[LocalTensor], states: Sequence[dict[str, Any]], owning: Owning) -> None:
     """Give every tensor the residual of the chunks that this replica owns; of those that it owned before, and does not any
     more, it returns to the momentum."""
     for state in states:  # the same keys on all ranks, also where a shard is empty
         state.setdefault(RESIDUAL, torch.zeros(0, state["momentum"].shape[1]))
         state.setdefault(FIRST, torch.tensor(0))
-    for stack in (stack for bucket in plan.buckets for stack in bucket.stacks):
-        for place in places(stack, owning.replica, owning.num_replicas):
+    for stack, mine in owned_stacks(plan, owning):
+        for place in places(stack, mine):
             local, state = tensors[place.tensor], states[place.tensor]
-            wanted = (place.num_chunks if owning.num_replicas > 1 else 0, stack.codec.num_elements)
+            wanted = (place.num_chunks, stack.codec.num_elements)
             is_same = state[RESIDUAL].shape == wanted and int(state[FIRST]) == place.first
             if not is_same:
                 local.momentum_CE.copy_(folded(local.momentum_CE, state, stack.codec, owning.combine, owning.num_replicas))

@@ -23,8 +23,9 @@ def momenta(optimizer: DeMo) -> list[Tensor]:
     return [state["momentum"].clone() for state in optimizer.state.values()]
 
 
-@pytest.mark.parametrize("update", ["sign", "adamw", "muon"])
-@pytest.mark.parametrize("num_replicas", [1, 2, 5, 40])
+@pytest.mark.parametrize(
+    ("num_replicas", "update"), [(1, "sign"), (2, "muon"), (5, "sign"), (5, "adamw"), (40, "sign")]
+)
 def test_replicas_end_bit_identical(num_replicas: int, update: str) -> None:
     """40 is more than any stack has chunks."""
 
