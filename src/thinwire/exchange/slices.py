@@ -9,6 +9,7 @@ payload again. Letters: R replicas, which are owners, C chunks, B bytes.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -48,7 +49,7 @@ def deal(bucket: Bucket, num_owners: int) -> Dealt:
     ends = [-(-owner * bucket.body_bytes // num_owners) for owner in range(num_owners + 1)]
     return [
         [range(_first_from(stack, start), _first_from(stack, stop)) for stack in bucket.stacks]
-        for start, stop in zip(ends[:-1], ends[1:], strict=True)
+        for start, stop in pairwise(ends)
     ]
 
 
