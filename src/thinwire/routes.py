@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from thinwire.core.combine import Decoding
-from thinwire.core.errors import ExchangeError, PayloadError
+from thinwire.core.errors import ExchangeError, PayloadError, ThinwireError
 from thinwire.exchange.plan import Bucket, ExchangePlan, Message
 from thinwire.exchange.slices import Slice, clear_, deal, join_, slices_of, split_
 from thinwire.exchange.traffic import Traffic
@@ -208,35 +208,46 @@ class Owners:
             room.wait()
         with self._traffic.applying():
             answer_B = room.payloads_RB[room.replica]
-            takes_step = not header.gave_up and not header.trouble.problem
-            slices_SB = self._sound_slices(bucket, room, header) if takes_step else None
-            open_(answer_B, replace(header, gave_up=header.gave_up or room.failure is not None))
-            if slices_SB is not None:
+            header, senders = self._judge(bucket, room, header)
+            open_(answer_B, header)
+            if not header.gave_up and not header.trouble.problem:
                 clear_(answer_B, self._forms[bucket.index][self._owner])
                 for owned in self._owned[bucket.index]:
-                    owned.answer_(slices_SB, self._decoding, answer_B)
+                    owned.answer_(room.received_RB[senders], self._decoding, answer_B)
             seal_(answer_B, fused=False)
         self._traffic.add(bytes_on_wire(self._transport, len(answer_B)), self._num_owners)
         room.pending.append(self._transport.start_all_gather_(room.payloads_RB, f"{name_of(header)}, answers"))
         room.has_answered = True
 
-    def _sound_slices(self, bucket: Bucket, room: OwnerRoom, header: Header) -> Tensor | None:
-        """Of those that take the step with this replica; if someone does not, all will know it from the answers. None if
-        this replica must give it up."""
-        forms, counted = [self._slices[bucket.index][self._owner]] * self._num_owners, []
+    def _judge(self, bucket: Bucket, room: OwnerRoom, header: Header) -> tuple[Header, list[int]]:
+        """This replica's header for its answer, and whose slices count: those of all that take the step with it. If someone
+        does not, all will know it from the answers."""
+        if header.gave_up:
+            return header, []
+        forms, senders = [self._slices[bucket.index][self._owner]] * self._num_owners, []
         findings_RW = empty_findings(bucket, self._num_owners, room.received_RB.device)
         inspect_(forms, room.received_RB, findings_RW, self._local.is_fused)
         for sender, found in enumerate(read_findings(forms, findings_RW.cpu(), header)):
             if isinstance(found, PayloadError):
                 room.left_out[sender] = found
+            elif sender == self._owner:
+                header = replace(header, trouble=found.trouble)  # the kernels may have found it while they encoded
+                senders.append(sender)
             elif found.digest == header.digest and not found.gave_up and not found.trouble.problem:
-                counted.append(sender)
-        if room.left_out and not self._drops:
-            room.failure = next(iter(room.left_out.values()))
-        elif len(room.left_out) >= max(1, len(room.received_RB) - 1):
-            words = f"step {header.step}: no slice of another replica is sound; is this one's own network at fault?"
-            room.failure = ExchangeError(f"{words} ({next(iter(room.left_out.values()))})")
-        return room.received_RB[counted] if room.failure is None else None
+                senders.append(sender)
+        room.failure = self._failure(room, header)
+        return replace(header, gave_up=room.failure is not None), senders
+
+    def _failure(self, room: OwnerRoom, header: Header) -> ThinwireError | None:
+        """Why this replica cannot answer for its chunks, if it cannot."""
+        first = next(iter(room.left_out.values()), None)
+        if first is None or (self._drops and len(room.left_out) < self._num_owners - 1):
+            return None
+        if not self._drops:
+            return first
+        return ExchangeError(
+            f"step {header.step}: no slice of another replica is sound; is this one's own network at fault? ({first})"
+        )
 
     def apply_(
         self, bucket: Bucket, groups: Sequence[GroupStep], room: Encoding, refused: Collection[int], decoding: Decoding
