@@ -28,6 +28,20 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        "an owner forgets what it did not send",
+        "ownership.py",
+        "residual.copy_(after)",
+        "residual.zero_()",
+        "tests/unit/test_owners.py::test_nothing_is_lost_between_sender_owner_and_receivers[int8]",
+    ),
+    Mutation(
+        "what went to an owner without a sound answer is lost",
+        "routes.py",
+        "self._return_slices_(bucket, room, refused)",
+        "pass",
+        "tests/unit/test_owners.py::test_what_went_to_an_owner_whose_answer_was_damaged_returns_to_the_momentum",
+    ),
+    Mutation(
         "the fused kernels keep one tied coefficient too few",
         "kernels/selection.py",
         "is_tied & (num_so_far <= num_wanted)",
