@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ _REMEDY = (
 
 class Overlap:
     """Hooks on the parameters of a plan. ``begin`` makes the attempt of the step to come, or None if that must wait for
-    `step()`; it is held weakly, since parameters may live longer than the optimizer."""
+    `step()`; it and ``island`` are held weakly, since parameters may live longer than the optimizer."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Overlap:
         begin: "WeakMethod[Callable[[], Attempt | None]]",
         island: Island,
     ) -> None:
-        self._plan, self._begin, self._island = plan, begin, island
+        self._plan, self._begin, self._island = plan, begin, ref(island)
         self._bucket_of = {tensor: bucket.index for bucket in plan.buckets for tensor in bucket.members}
         self._handles = []
         for index, parameter in enumerate(parameters):
@@ -71,10 +71,10 @@ class Overlap:
     @torch.no_grad()
     def _arrived(self, tensor: int, parameter: Tensor) -> None:
         """The gradient of a tensor is there."""
-        begin = self._begin()
-        if self._is_left_to_step or begin is None:
+        begin, island = self._begin(), self._island()
+        if self._is_left_to_step or begin is None or island is None:
             return
-        with self._turn, self._island.told_early():
+        with self._turn, island.told_early():
             if self._attempt is None:
                 self._attempt = begin()
                 self._is_left_to_step = self._attempt is None

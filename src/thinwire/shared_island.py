@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import reduce
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from thinwire.slabs import LocalTensor
 
 _log = logging.getLogger("thinwire")
 _ALIGNMENT = 16
+"""Pieces begin at multiples of so many elements and bytes, as kernels like them."""
 _DIGEST_BYTES = 7
 Result = TypeVar("Result")
 
@@ -57,7 +58,8 @@ class _Sections:
         self.sum_dtype = torch.promote_types(self.dtype, torch.float32)
         self.device = sources[0].device if sources else torch.device("cpu")
         self.pieces: list[_Piece] = []
-        self.sizes, self.row_bytes = [], 0
+        self.sizes: list[int] = []
+        self.row_bytes = 0
         for rank in range(num_ranks):
             first = first_byte = 0
             for member in bucket.members:
@@ -67,8 +69,8 @@ class _Sections:
                 if numel:
                     num_bytes = numel * source.element_size()
                     self.pieces.append(_Piece(rank, member, numel, first, first_byte, num_bytes))
-                    first += numel
-                    first_byte += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+                    first += _aligned(numel)
+                    first_byte += _aligned(num_bytes)
             self.sizes.append(first)
             self.row_bytes = max(self.row_bytes, first_byte)
 
@@ -128,6 +130,7 @@ class SharedIsland(Island):
         """Average the gradients of a bucket, so that each rank has the mean of its share of them."""
         if not self._is_open:
             self.agree(self._describe)
+            self._describe = list  # it is the optimizer's, which holds this
             self._is_open = True
         mean_S = self._average(bucket)
         for piece in self._sections[bucket.index].pieces:
@@ -168,6 +171,7 @@ class SharedIsland(Island):
             else:
                 mine = _share(local).of(gradient, piece.rank)
                 place.view(mine.shape).copy_(mine)
+            message_N[starts[piece.rank] + piece.first + piece.numel :][: _aligned(piece.numel) - piece.numel].zero_()
         if self._grad_scale is not None:
             message_N.div_(self._grad_scale)  # each rank has its own scaler, and one may have backed off
 
@@ -239,9 +243,8 @@ class SharedIsland(Island):
                 return exchange()
         except ExchangeError as error:
             self._hear(error)
-            raise
 
-    def _hear(self, error: Exception) -> None:
+    def _hear(self, error: Exception) -> NoReturn:
         self._heard, self._is_open = error, False
         raise error
 
@@ -252,6 +255,10 @@ def _in_words(plan: ExchangePlan, tensors: Sequence[LocalTensor]) -> list[str]:
         whole, edges = tuple(local.source.shape), _share(local).edges
         lines.append(f"tensor {number}: shape {whole}, {spec.dtype}, group {spec.group}, rows {edges}{NOTE}{spec.name}")
     return lines + [f"bucket {bucket.index}: tensors {bucket.members}" for bucket in plan.buckets]
+
+
+def _aligned(number: int) -> int:
+    return -(-number // _ALIGNMENT) * _ALIGNMENT
 
 
 def _share(local: LocalTensor) -> Share:

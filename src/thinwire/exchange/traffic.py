@@ -49,7 +49,7 @@ class Count:
 class Traffic:
     """``last_step`` and ``total`` count what steps exchange, headers included; ``setup`` counts the
     agreement and the first copy of replica 0's parameters. Where replicas are islands of several ranks, these count what
-    crosses between islands; ``inside_last_step`` and ``inside`` what steps move inside one."""
+    crosses between islands; ``inside_last_step`` and ``inside`` what moves inside one, but for that first copy."""
 
     last_step: Count = field(default_factory=Count)
     total: Count = field(default_factory=Count)
