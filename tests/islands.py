@@ -11,7 +11,8 @@ from thinwire import DeMo
 from thinwire.exchange.loopback import LoopbackTransport, run_replicas
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "chunk": 16, "topk": 8, "dense_below": 60, "check_drift_every": 2}
-# A scalar, a vector that is cut, rows that no chunk divides, a convolution, a stack of matrices, and one that is empty.
+# A scalar, a vector that is cut, rows that no chunk divides, a convolution, one that lies in memory column by column, a
+# stack of matrices, one that is empty, a single row.
 SHAPES = ((), (130,), (37, 21), (6, 3, 3), (48, 33), (5, 16, 24), (0, 4), (1, 7), (90, 16))
 
 
@@ -21,7 +22,8 @@ class Shapes(nn.Module):
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        tensors = (torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES)
+        tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+        tensors[4] = tensors[4].T.contiguous().T
         self.tensors = nn.ParameterList(nn.Parameter(tensor) for tensor in tensors)
 
 

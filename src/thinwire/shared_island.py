@@ -29,6 +29,8 @@ from thinwire.exchange.traffic import Traffic
 from thinwire.slabs import LocalTensor
 
 _log = logging.getLogger("thinwire")
+MOST_ELEMENTS = 1 << 24
+"""What all ranks together are sent at once, so that memory does not grow with the model."""
 _ALIGNMENT = 16
 """Pieces begin at multiples of so many elements and bytes, as kernels like them."""
 _DIGEST_BYTES = 7
@@ -37,18 +39,42 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class _Piece:
-    """The share that ``rank`` owns of a tensor: its place among that rank's elements, and in its message of parameters."""
+    """The share that ``rank`` owns of a tensor: its place among that rank's elements, and among its parameters' bytes."""
 
     rank: int
     tensor: int
-    numel: int
     first: int
+    numel: int
     first_byte: int
     num_bytes: int
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What of a piece a page has: [start, stop) of the piece, from ``place`` on in the row of its rank."""
+
+    piece: _Piece
+    start: int
+    stop: int
+    place: int
+
+    @property
+    def places(self) -> slice:
+        """Where it lies in the row."""
+        return slice(self.place, self.place + self.stop - self.start)
+
+
+@dataclass(frozen=True)
+class _Page:
+    """What is moved at once: rows of ``sizes``, one for each rank."""
+
+    first: int
+    sizes: tuple[int, ...]
+    runs: tuple[_Run, ...]
+
+
 class _Sections:
-    """What of a bucket belongs to which rank."""
+    """What of a bucket belongs to which rank, cut into pages: of gradients, in elements, and of parameters, in bytes."""
 
     def __init__(self, bucket: Bucket, tensors: Sequence[LocalTensor], num_ranks: int) -> None:
         sources = [tensors[member].source for member in bucket.members]
@@ -58,21 +84,33 @@ class _Sections:
         self.sum_dtype = torch.promote_types(self.dtype, torch.float32)
         self.device = sources[0].device if sources else torch.device("cpu")
         self.pieces: list[_Piece] = []
-        self.sizes: list[int] = []
-        self.row_bytes = 0
+        self.sizes, num_bytes = [0] * num_ranks, [0] * num_ranks
         for rank in range(num_ranks):
-            first = first_byte = 0
-            for member in bucket.members:
-                source, share = tensors[member].source, _share(tensors[member])
-                rows = share.rows(rank)
+            for member, source in zip(bucket.members, sources, strict=True):
+                rows = _share(tensors[member]).rows(rank)
                 numel = (rows.stop - rows.start) * math.prod(source.shape[1:])
                 if numel:
-                    num_bytes = numel * source.element_size()
-                    self.pieces.append(_Piece(rank, member, numel, first, first_byte, num_bytes))
-                    first += _aligned(numel)
-                    first_byte += _aligned(num_bytes)
-            self.sizes.append(first)
-            self.row_bytes = max(self.row_bytes, first_byte)
+                    wide = numel * source.element_size()
+                    self.pieces.append(_Piece(rank, member, self.sizes[rank], numel, num_bytes[rank], wide))
+                    self.sizes[rank] += _aligned(numel)
+                    num_bytes[rank] += _aligned(wide)
+        per_row = _aligned(max(1, MOST_ELEMENTS // num_ranks))
+        self.gradients = _pages([(piece, piece.first, piece.numel) for piece in self.pieces], self.sizes, per_row)
+        placed = [(piece, piece.first_byte, piece.num_bytes) for piece in self.pieces]
+        self.parameters = _pages(placed, num_bytes, 4 * per_row)
+
+
+def _pages(placed: Sequence[tuple[_Piece, int, int]], sizes: Sequence[int], per_row: int) -> list[_Page]:
+    """Cut rows of these sizes, in which pieces are placed at (first, size), into pages of at most ``per_row`` of each."""
+    pages = []
+    for first in range(0, max(sizes), per_row):
+        runs = []
+        for piece, begins, size in placed:
+            start, stop = max(first, begins), min(first + per_row, begins + size)
+            if start < stop:
+                runs.append(_Run(piece, start - begins, stop - begins, start - first))
+        pages.append(_Page(first, tuple(min(max(0, size - first), per_row) for size in sizes), tuple(runs)))
+    return pages
 
 
 class SharedIsland(Island):
@@ -140,58 +178,64 @@ class SharedIsland(Island):
                 _share(local).average = average.to(local.source.device)
 
     def _average(self, bucket: Bucket, has_failed: bool = False) -> Tensor:
-        sections = self._sections[bucket.index]
+        sections, own = self._sections[bucket.index], self._inside.rank
         device = self._inside.device or sections.device
-        message_N = self._scratch.take("gradients", (sum(sections.sizes),), sections.dtype, device)
-        if has_failed:
-            message_N.zero_()
-        else:
-            self._fill_(message_N, sections)
-        sizes = [size * message_N.element_size() for size in sections.sizes]
-        what = f"average inside the island, bucket {bucket.index}"
+        mean_S = torch.empty(sections.sizes[own], dtype=sections.sum_dtype, device=device)
+        for page in sections.gradients:
+            message_N = self._scratch.take("gradients", (sum(page.sizes),), sections.dtype, device).zero_()
+            if not has_failed:
+                self._fill_(message_N, page)
+            received_LS = self._swap(message_N, page, f"average inside the island, bucket {bucket.index}")
+            sum_S = mean_S[page.first : page.first + page.sizes[own]].copy_(received_LS[0])
+            for row_S in received_LS[1:]:
+                sum_S.add_(row_S)
+        self._num_averaged += 1
+        return mean_S.div_(self._inside.num_ranks)
+
+    def _fill_(self, message_N: Tensor, page: _Page) -> None:
+        """This rank's own gradients, rank by rank; those that are missing, or that nobody could add up, count as zero."""
+        rows = message_N.split(list(page.sizes))
+        for run in page.runs:
+            local = self._tensors[run.piece.tensor]
+            gradient = local.source.grad
+            if gradient is not None and gradient.layout == torch.strided:
+                mine = _share(local).of(gradient, run.piece.rank).reshape(-1)
+                rows[run.piece.rank][run.places].copy_(mine[run.start : run.stop])
+        if self._grad_scale is not None:
+            message_N.div_(self._grad_scale)  # each rank has its own scaler, and one may have backed off
+
+    def _swap(self, message_N: Tensor, page: _Page, what: str) -> Tensor:
+        sizes = [size * message_N.element_size() for size in page.sizes]
         received_LB = self._known(lambda: self._inside.swap(message_N.view(torch.uint8), sizes, what))
         own = sizes[self._inside.rank]
         self._traffic.add_inside(sum(sizes) - own, own * (self._inside.num_ranks - 1))
-        self._num_averaged += 1
-        received_LS = received_LB.view(sections.dtype)
-        mean_S = received_LS[0].to(sections.sum_dtype, copy=True)
-        for row_S in received_LS[1:]:
-            mean_S.add_(row_S)
-        return mean_S.div_(self._inside.num_ranks)
-
-    def _fill_(self, message_N: Tensor, sections: _Sections) -> None:
-        """This rank's own gradients, rank by rank; those that are missing, or that nobody could add up, count as zero."""
-        starts = [sum(sections.sizes[:rank]) for rank in range(len(sections.sizes))]
-        for piece in sections.pieces:
-            place = message_N[starts[piece.rank] + piece.first :][: piece.numel]
-            local = self._tensors[piece.tensor]
-            gradient = local.source.grad
-            if gradient is None or gradient.layout != torch.strided:
-                place.zero_()
-            else:
-                mine = _share(local).of(gradient, piece.rank)
-                place.view(mine.shape).copy_(mine)
-            message_N[starts[piece.rank] + piece.first + piece.numel :][: _aligned(piece.numel) - piece.numel].zero_()
-        if self._grad_scale is not None:
-            message_N.div_(self._grad_scale)  # each rank has its own scaler, and one may have backed off
+        return received_LB.view(message_N.dtype)
 
     def spread_(self, bucket: Bucket) -> None:
         """Give each other the parameters of a bucket, as their owners have changed them."""
         sections, own = self._sections[bucket.index], self._inside.rank
         device = self._inside.device or sections.device
-        shape = (self._inside.num_ranks, sections.row_bytes)
-        messages_LB = self._scratch.take("parameters", shape, torch.uint8, device)
-        for piece in (piece for piece in sections.pieces if piece.rank == own):
-            local = self._tensors[piece.tensor]
-            _place(messages_LB, piece).copy_(local.parameter.contiguous().view(-1).view(torch.uint8))
-            _share(local).average = None
-        with self._traffic.waiting_inside():
-            self._inside.gather_(messages_LB, f"updated parameters inside the island, bucket {bucket.index}")
-        self._traffic.add_inside(sections.row_bytes, sections.row_bytes * (self._inside.num_ranks - 1))
-        for piece in (piece for piece in sections.pieces if piece.rank != own):
-            local = self._tensors[piece.tensor]
-            target = _share(local).of(local.source.detach(), piece.rank)
-            target.copy_(_place(messages_LB, piece).view(target.dtype).view(target.shape))
+        targets = {piece: self._target(piece) for piece in sections.pieces}
+        contents = {piece: target.contiguous().view(-1).view(torch.uint8) for piece, target in targets.items()}
+        for page in sections.parameters:
+            shape = (self._inside.num_ranks, max(page.sizes))
+            messages_LB = self._scratch.take("parameters", shape, torch.uint8, device)
+            for run in (run for run in page.runs if run.piece.rank == own):
+                messages_LB[own, run.places].copy_(contents[run.piece][run.start : run.stop])
+            with self._traffic.waiting_inside():
+                self._inside.gather_(messages_LB, f"updated parameters inside the island, bucket {bucket.index}")
+            self._traffic.add_inside(shape[1], shape[1] * (self._inside.num_ranks - 1))
+            for run in (run for run in page.runs if run.piece.rank != own):
+                contents[run.piece][run.start : run.stop].copy_(messages_LB[run.piece.rank, run.places])
+        for piece, target in targets.items():
+            if contents[piece].data_ptr() != target.data_ptr():
+                target.copy_(contents[piece].view(target.dtype).view(target.shape))
+            if piece.rank == own:
+                _share(self._tensors[piece.tensor]).average = None
+
+    def _target(self, piece: _Piece) -> Tensor:
+        local = self._tensors[piece.tensor]
+        return _share(local).of(local.source.detach(), piece.rank)
 
     # What all decide together.
 
@@ -264,7 +308,3 @@ def _aligned(number: int) -> int:
 def _share(local: LocalTensor) -> Share:
     assert local.share is not None
     return local.share
-
-
-def _place(messages_LB: Tensor, piece: _Piece) -> Tensor:
-    return messages_LB[piece.rank, piece.first_byte : piece.first_byte + piece.num_bytes]

@@ -8,7 +8,15 @@ from torch import nn
 
 from tests.islands import OPTIONS, SHAPES, Shapes, mean_gradients, run_islands, set_gradients, train_plain
 from tests.training import flat
-from thinwire import AgreementError, CheckpointError, DeMo, ExchangeError, NonFiniteGradientError, ThinwireError
+from thinwire import (
+    AgreementError,
+    CheckpointError,
+    DeMo,
+    ExchangeError,
+    NonFiniteGradientError,
+    ThinwireError,
+    shared_island,
+)
 from thinwire.exchange.loopback import LoopbackTransport, run_replicas
 from thinwire.redistribution import assemble
 from thinwire.wire.payload import HEADER_BYTES
@@ -45,6 +53,23 @@ def test_islands_equal_replicas_with_the_mean_gradients(num_islands: int, size: 
     island = [optimizer for _, optimizer in results[:size]]
     assert [optimizer.num_replicas for optimizer in island] == [num_islands] * size
     _check_bytes(island, plain, 32 if "secret" in options else 0)
+
+
+def test_what_is_moved_at_once_is_bounded_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = train_plain(2, 3)
+    counts = []
+
+    def work(transport: LoopbackTransport, model: Shapes, optimizer: DeMo) -> torch.Tensor:
+        found = steps(transport, model, optimizer)
+        counts.append(optimizer.traffic.inside_last_step.num_exchanges)
+        return found
+
+    assert all(torch.equal(found, expected) for found in run_islands(work, 2, 3))
+    assert set(counts) == {4}, "two votes, one average, the parameters"
+    monkeypatch.setattr(shared_island, "MOST_ELEMENTS", 500)
+    assert all(torch.equal(found, expected) for found in run_islands(work, 2, 3))
+    num_elements = sum(torch.Size(shape).numel() for shape in SHAPES)
+    assert max(counts) >= 2 + 2 * num_elements // 500
 
 
 def _check_bytes(island: list[DeMo], plain: DeMo, tag_bytes: int) -> None:
