@@ -412,7 +412,7 @@ class DeMo(Optimizer):
 
     def _agree_and_synchronise(self, groups: list[dict[str, Any]]) -> None:
         """Compare descriptions with all replicas, then take over replica 0's parameters."""
-        with self.island.told_of_failure():
+        with self.island.told_early():
             self._company.agree(self._plan, self._description())
         self.island.agree(self._description)
         if self._sync_parameters:

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from typing import NoReturn, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -127,9 +128,9 @@ class SharedIsland(Island):
         self._scratch = Scratch()
         self._describe: Callable[[], Sequence[str]] = list
         self._grad_scale: float | None = None
-        self._is_open, self._num_averaged = False, 0
-        self._heard: BaseException | None = None
-        """The last error that all ranks of the island know of."""
+        self._is_open, self._num_swapped = False, 0
+        self._heard: ref[Exception] | None = None
+        """The last error that all ranks of the island know of; its traceback would hold on to much."""
 
     # What all must have in mind.
 
@@ -162,7 +163,7 @@ class SharedIsland(Island):
     def begin(self, describe: Callable[[], Sequence[str]], grad_scale: float | None) -> None:
         """See `Island`."""
         self._describe, self._grad_scale = describe, grad_scale
-        self._is_open, self._num_averaged = False, 0
+        self._is_open, self._num_swapped = False, 0
 
     def ready_(self, bucket: Bucket, sources: Sequence[Tensor]) -> None:
         """Average the gradients of a bucket, so that each rank has the mean of its share of them."""
@@ -177,20 +178,22 @@ class SharedIsland(Island):
                 average = mean_S[piece.first : piece.first + piece.numel].view(local.parameter.shape)
                 _share(local).average = average.to(local.source.device)
 
-    def _average(self, bucket: Bucket, has_failed: bool = False) -> Tensor:
+    def _average(self, bucket: Bucket) -> Tensor:
         sections, own = self._sections[bucket.index], self._inside.rank
         device = self._inside.device or sections.device
         mean_S = torch.empty(sections.sizes[own], dtype=sections.sum_dtype, device=device)
         for page in sections.gradients:
-            message_N = self._scratch.take("gradients", (sum(page.sizes),), sections.dtype, device).zero_()
-            if not has_failed:
-                self._fill_(message_N, page)
+            message_N = self._zeros(sections, page)
+            self._fill_(message_N, page)
             received_LS = self._swap(message_N, page, f"average inside the island, bucket {bucket.index}")
             sum_S = mean_S[page.first : page.first + page.sizes[own]].copy_(received_LS[0])
             for row_S in received_LS[1:]:
                 sum_S.add_(row_S)
-        self._num_averaged += 1
         return mean_S.div_(self._inside.num_ranks)
+
+    def _zeros(self, sections: _Sections, page: _Page) -> Tensor:
+        device = self._inside.device or sections.device
+        return self._scratch.take("gradients", (sum(page.sizes),), sections.dtype, device).zero_()
 
     def _fill_(self, message_N: Tensor, page: _Page) -> None:
         """This rank's own gradients, rank by rank; those that are missing, or that nobody could add up, count as zero."""
@@ -209,6 +212,7 @@ class SharedIsland(Island):
         received_LB = self._known(lambda: self._inside.swap(message_N.view(torch.uint8), sizes, what))
         own = sizes[self._inside.rank]
         self._traffic.add_inside(sum(sizes) - own, own * (self._inside.num_ranks - 1))
+        self._num_swapped += 1
         return received_LB.view(message_N.dtype)
 
     def spread_(self, bucket: Bucket) -> None:
@@ -266,12 +270,13 @@ class SharedIsland(Island):
 
     def has_heard(self, error: BaseException) -> bool:
         """See `Island`."""
-        return error is self._heard
+        return self._heard is not None and self._heard() is error
 
     def _tell(self) -> None:
+        pages = [(sections, page) for sections in self._sections for page in sections.gradients]
         try:
-            while self._is_open and self._num_averaged < len(self._plan.buckets):
-                self._average(self._plan.buckets[self._num_averaged], has_failed=True)
+            for sections, page in pages[self._num_swapped :] if self._is_open else ():
+                self._swap(self._zeros(sections, page), page, "average inside the island, given up")
             self._worst(FAILED)
         except ExchangeError as error:
             _log.warning("could not tell the other ranks of the island that this one failed: %s", error)
@@ -289,7 +294,7 @@ class SharedIsland(Island):
             self._hear(error)
 
     def _hear(self, error: Exception) -> NoReturn:
-        self._heard, self._is_open = error, False
+        self._heard, self._is_open = ref(error), False
         raise error
 
 

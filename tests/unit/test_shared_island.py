@@ -169,29 +169,37 @@ def test_a_sparse_gradient_on_one_rank_is_named_on_all() -> None:
 
 
 class _Fails:
-    """Raises in place of a method, once."""
+    """Raises in place of a method, once, after so many calls."""
 
-    def __init__(self, owner: Any, name: str) -> None:
-        self._owner, self._name, self._method = owner, name, getattr(owner, name)
+    def __init__(self, owner: Any, name: str, num_calls: int) -> None:
+        self._owner, self._name, self._method, self._num_calls = owner, name, getattr(owner, name), num_calls
         setattr(owner, name, self)
 
     def __call__(self, *args: Any) -> Any:
+        self._num_calls -= 1
+        if self._num_calls >= 0:
+            return self._method(*args)
         setattr(self._owner, self._name, self._method)
         raise MemoryError("no room")
 
 
 @pytest.mark.parametrize("where", ["begin", "encode", "average"])
-def test_a_rank_that_fails_stops_all_at_once_and_training_can_go_on(where: str) -> None:
+def test_a_rank_that_fails_stops_all_at_once_and_training_can_go_on(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it has sent anything; between two payloads; and in the middle of a bucket's average."""
+    monkeypatch.setattr(shared_island, "MOST_ELEMENTS", 500)
+
     def work(transport: LoopbackTransport, model: Shapes, optimizer: DeMo) -> tuple[list[str], torch.Tensor]:
         outcomes = []
         for step in range(4):
             set_gradients(model, step, transport.replica)
             if step == 2 and transport.replica == 1:
                 island: Any = optimizer.island
-                owner, name = {"begin": (optimizer, "_attempt"), "encode": (optimizer._local, "encode_")}.get(
-                    where, (island, "_fill_")
-                )
-                _Fails(owner, name)
+                places: dict[str, tuple[Any, str, int]] = {
+                    "begin": (optimizer, "_attempt", 0),
+                    "encode": (optimizer._local, "encode_", 1),
+                    "average": (island, "_fill_", 2),
+                }
+                _Fails(*places[where])
             try:
                 optimizer.step()
                 outcomes.append("stepped")

@@ -80,7 +80,7 @@ class Island:
         """Let the other ranks have the parameters of a bucket that this one has changed: collective."""
 
     def told_early(self) -> AbstractContextManager[None]:
-        """The same as `told_of_failure` during backward, where that does not get in the way of other collectives."""
+        """The same as `told_of_failure` during backward and set-up, if that does not get in the way of other collectives."""
         return nullcontext()
 
     def has_heard(self, error: BaseException) -> bool:
