@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from thinwire.exchange.transport import SoloTransport
-from thinwire.parallel.mesh import MeshShape, parse_mesh
+from thinwire.parallel.mesh import MeshShape, shape_of
 from thinwire.planner.cost import DEVICES, Workload, ddp, predict, thinwire_demo
 from thinwire.planner.link_spec import parse_link
 from thinwire.planner.links import Link, format_bandwidth, format_bytes, format_seconds
@@ -45,8 +45,8 @@ def describe(config: TrainConfig, num_replicas: int, console: Console) -> None:
         f"{config.schedule.steps:,} steps of {config.schedule.batch} examples, {share} per rank, {num_replicas} ranks",
         highlight=False,
     )
-    mesh = parse_mesh(config.launch.mesh) if config.launch.mesh else MeshShape(num_replicas)
-    console.print(_memory_table(memory_bytes(config.optim, model, mesh)))
+    mesh = shape_of(config.launch.mesh, config.launch.islands, num_replicas)
+    console.print(_memory_table(memory_bytes(config.optim, model, mesh, bool(config.launch.islands))))
     workload = _workload(config.optim, model, mesh, compute_seconds, device)
     sent, received = workload.exchange.sent_bytes, workload.exchange.received_bytes
     console.print(f"bytes per step and rank: {format_bytes(sent)} sent, {format_bytes(received)} received", highlight=False)
@@ -59,8 +59,9 @@ def describe(config: TrainConfig, num_replicas: int, console: Console) -> None:
     console.print(_time_table(workload, config.schedule.steps, config.launch.link))
 
 
-def memory_bytes(config: OptimConfig, model: nn.Module, mesh: MeshShape) -> dict[str, int]:
-    """Memory of one rank, activations and temporary tensors apart; shards are taken to be even."""
+def memory_bytes(config: OptimConfig, model: nn.Module, mesh: MeshShape, has_islands: bool = False) -> dict[str, int]:
+    """Memory of one rank, activations and temporary tensors apart; shards are taken to be even. The ranks of an island hold
+    all parameters and gradients, and share the rest."""
     needs = {"parameters": _bytes_of(model.parameters()), "gradients": _bytes_of(model.parameters())}
     if config.optimizer in DECOUPLED_OPTIMIZERS:
         optimizer = Decoupled(config, model, model, SoloTransport()).optimizer
@@ -76,7 +77,8 @@ def memory_bytes(config: OptimConfig, model: nn.Module, mesh: MeshShape) -> dict
         needs["optimizer state"] = _galore_bytes(config, model)
     else:
         needs["optimizer state"] = needs["parameters"] * _DENSE_STATES[config.optimizer]
-    return {name: needed // mesh.shard for name, needed in needs.items() if needed}
+    whole = ("parameters", "gradients") if has_islands else ()
+    return {name: needed // (1 if name in whole else mesh.shard) for name, needed in needs.items() if needed}
 
 
 def _galore_bytes(config: OptimConfig, model: nn.Module) -> int:
