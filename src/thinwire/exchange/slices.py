@@ -1,19 +1,17 @@
-"""Payloads cut for their owners: in an owner exchange each replica owns some consecutive chunks of a bucket.
+"""Payloads cut for their owners: in an owner exchange each replica owns some consecutive chunks of every stack.
 
-A *slice* holds the records of one owner's chunks. Chunks are dealt out by where their records begin in the payload, so that
-owners have about equally many bytes: none has more than its share and one record. Slices are as long as the longest, with
-zeros at the end. Slices of payloads go to their owners; an owner's answer is cut alike, and all answers together are one
-payload again. Letters: R replicas, which are owners, C chunks, B bytes.
+A *slice* holds the records of one owner's chunks. Chunks are dealt out so that owners have about equally many bytes. Slices
+are as long as the longest, with zeros at the end. Slices of payloads go to their owners; an owner's answer is cut alike, and
+all answers together are one payload again. Letters: R replicas, which are owners, C chunks, B bytes.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 from torch import Tensor
 
-from thinwire.exchange.plan import Bucket, Message, Stack, stack_records
+from thinwire.exchange.plan import Bucket, Message, stack_records
 from thinwire.wire.codec import ChunkCodec
 from thinwire.wire.payload import HEADER_BYTES, payload_bytes
 
@@ -45,18 +43,35 @@ class Slice:
 
 
 def deal(bucket: Bucket, num_owners: int) -> Dealt:
-    """Give every chunk of a bucket an owner."""
-    ends = [-(-owner * bucket.body_bytes // num_owners) for owner in range(num_owners + 1)]
-    return [
-        [range(_first_from(stack, start), _first_from(stack, stop)) for stack in bucket.stacks]
-        for start, stop in pairwise(ends)
-    ]
+    """Give every chunk of a bucket an owner: of each stack some consecutive ones, those with the longest records first."""
+    loads = [0] * num_owners
+    dealt: list[list[range]] = [[range(0)] * len(bucket.stacks) for _ in range(num_owners)]
+    order = sorted(range(len(bucket.stacks)), key=lambda place: -bucket.stacks[place].codec.record_bytes)
+    for place in order:
+        stack, first = bucket.stacks[place], 0
+        for owner, count in enumerate(_fill_(loads, stack.num_chunks, stack.codec.record_bytes)):
+            dealt[owner][place] = range(first, first + count)
+            first += count
+    return dealt
 
 
-def _first_from(stack: Stack, place: int) -> int:
-    """The first chunk of a stack whose record begins so far into the body of the payload, or further."""
-    behind = place - (stack.offset_bytes - HEADER_BYTES)
-    return min(stack.num_chunks, max(0, -(-behind // stack.codec.record_bytes)))
+def _fill_(loads: list[int], number: int, size: int) -> list[int]:
+    """How many of so many records, equally long, each owner gets, so that loads become as equal as can be."""
+
+    def counts(level: int) -> list[int]:
+        return [max(0, level - load) // size for load in loads]
+
+    low, high = min(loads), max(loads) + size * (number // len(loads) + 1)
+    while high - low > 1:  # the highest level at which there are not too few
+        middle = (low + high) // 2
+        low, high = (middle, high) if sum(counts(middle)) <= number else (low, middle)
+    found = counts(low)
+    emptiest = sorted(range(len(loads)), key=lambda owner: loads[owner] + found[owner] * size)
+    for owner in emptiest[: number - sum(found)]:
+        found[owner] += 1
+    for owner, count in enumerate(found):
+        loads[owner] += count * size
+    return found
 
 
 def slices_of(bucket: Bucket, dealt: Dealt) -> list[Slice]:

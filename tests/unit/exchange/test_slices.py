@@ -1,5 +1,6 @@
 """Payloads are cut for their owners and put together again."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,9 +24,18 @@ def test_every_chunk_has_one_owner_and_owners_have_equally_much(num_owners: int,
     dealt = deal(bucket, num_owners)
     for place, stack in enumerate(bucket.stacks):
         assert [chunk for owned in dealt for chunk in owned[place]] == list(range(stack.num_chunks))
-    largest = max(stack.codec.record_bytes for stack in bucket.stacks)
-    for form in slices_of(bucket, dealt):
-        assert sum(run.num_bytes for run in form.stacks) <= bucket.body_bytes / num_owners + largest
+    sizes = [stack.codec.record_bytes for stack in bucket.stacks]
+    loads = [sum(run.num_bytes for run in form.stacks) for form in slices_of(bucket, dealt)]
+    assert max(loads) <= bucket.body_bytes / num_owners + max(sizes)
+
+
+@pytest.mark.parametrize("num_owners", [2, 7, 64, 256])
+def test_a_long_record_does_not_lengthen_the_slices_of_all(num_owners: int) -> None:
+    specs = [TensorSpec("matrix", (1024, 1024), "float32", 0), TensorSpec("bias", (1024,), "float32", 0)]
+    (bucket,) = make_plan(specs, [Coding(64, 32, "sign", "adaptive", 4096)]).buckets
+    long, short = sorted((stack.codec.record_bytes for stack in bucket.stacks), reverse=True)
+    loads = [sum(run.num_bytes for run in form.stacks) for form in slices_of(bucket, deal(bucket, num_owners))]
+    assert max(loads) <= max(bucket.body_bytes / num_owners + short, long)
 
 
 @given(num_owners=st.integers(1, 70), values=st.sampled_from(sorted(VALUE_CODECS)), seed=st.integers(0, 2**32))
