@@ -55,6 +55,27 @@ def test_islands_equal_replicas_with_the_mean_gradients(num_islands: int, size: 
     _check_bytes(island, plain, 32 if "secret" in options else 0)
 
 
+def test_islands_may_exchange_by_owners() -> None:
+    expected, plain = train_plain(3, 2, exchange="owner")
+
+    def work(transport: LoopbackTransport, model: Shapes, optimizer: DeMo) -> tuple[torch.Tensor, DeMo]:
+        return steps(transport, model, optimizer), optimizer
+
+    results = run_islands(work, 3, 2, exchange="owner")
+    assert all(torch.equal(found, expected) for found, _ in results)
+    assert {optimizer.exchange for _, optimizer in results} == {plain.exchange} == {"owner"}
+    elements = [sum(state["owner_residual"].numel() for state in o.state.values()) for _, o in results]
+    assert sum(elements) == sum(state["momentum"].numel() for state in plain.state.values())
+
+
+def test_the_exchange_may_ask_for_islands() -> None:
+    def work(transport: LoopbackTransport) -> tuple[str, int]:
+        optimizer = DeMo(Shapes().parameters(), transport=transport, exchange="hierarchical", **OPTIONS)
+        return optimizer.exchange, optimizer.num_replicas
+
+    assert run_replicas(work, 3) == [("hierarchical", 1)] * 3, "threads of one process are on one host"
+
+
 def test_what_is_moved_at_once_is_bounded_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = train_plain(2, 3)
     counts = []
