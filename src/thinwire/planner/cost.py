@@ -8,20 +8,24 @@ w bytes per second of the link, t one-way seconds (half of the round trip), a on
     exposed  = max(0, network - hidden) for DDP, unless its number of buckets is given
              = max(transfer / n, transfer - (n - 1) / n * hidden) + latency for DeMo in n buckets, the slow start being
                that of the first bucket
-    step     = C + optimizer + exposed
+    answers  = transfer + latency * ceil(n / 2), two collectives running at a time; nothing of it is hidden
+    step     = C + optimizer + exposed, with the answers in an owner exchange
     efficiency = C / step
 
 | exchange | received by each rank | rounds |
 | --- | --- | --- |
 | ring all-reduce | 2 (R - 1) / R * G | 2 (R - 1) |
 | ring all-gather | (R - 1) * P | R - 1 |
+| all-to-all | (R - 1) / R * P | 1 |
 
-In both a rank also transmits what it receives, in the other direction of its link. Pure functions; no shapes, no codecs.
+In all of them a rank also transmits what it receives, in the other direction of its link. Pure functions; no shapes, no
+codecs.
 """
 
 import math
 from dataclasses import dataclass, replace
 
+from thinwire.exchange.choice import ALL_GATHER
 from thinwire.planner.links import Link
 
 # Backward computes two matrix products for each one of forward.
@@ -29,6 +33,8 @@ BACKWARD_SHARE = 2 / 3
 PUBLISHED_COLLECTIVES_PER_TENSOR = 2
 # In gloo a receiver first says that it is ready, so that a round costs a whole round trip.
 TRIPS_PER_ROUND = 2
+# gloo has two threads for them.
+COLLECTIVES_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,8 @@ class DeviceCosts:
     ``ddp_overlap`` is the share of backward under which DDP can hide its all-reduce, ``demo_overlap`` that under which
     DeMo's buckets can leave with ``overlap=True`` (None: as for DDP). ``ddp_buckets`` is how many DDP has (None: endlessly
     many, its best case). ``trips_per_round`` is 2 where a receiver first tells the sender that it is ready, as gloo does, so
-    that each round costs a whole round trip; 1 is the least there can be.
+    that each round costs a whole round trip; 1 is the least there can be. ``owner_ns_per_parameter`` is what an owner
+    exchange adds for each parameter that a replica owns. ``collectives_at_once`` is how many of a group run together.
     """
 
     adamw_ns_per_parameter: float
@@ -49,10 +56,12 @@ class DeviceCosts:
     trips_per_round: int = TRIPS_PER_ROUND
     demo_overlap: float | None = None
     ddp_buckets: int | None = None
+    owner_ns_per_parameter: float = 0.0
+    collectives_at_once: int = COLLECTIVES_AT_ONCE
 
     def __post_init__(self) -> None:
         """Refuse costs that make no sense."""
-        for name in ("adamw_ns_per_parameter", "demo_ns_per_parameter", "published_ns_per_parameter"):
+        for name in (f"{method}_ns_per_parameter" for method in ("adamw", "demo", "published", "owner")):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a number of at least 0")
         for name in ("ddp_overlap", "demo_overlap"):
@@ -63,6 +72,8 @@ class DeviceCosts:
             raise ValueError(f"ddp_buckets={self.ddp_buckets!r} must be at least 1; leave it out for DDP's best case")
         if self.trips_per_round not in (1, 2):
             raise ValueError(f"trips_per_round={self.trips_per_round!r} must be 1 or 2")
+        if self.collectives_at_once < 1:
+            raise ValueError(f"collectives_at_once={self.collectives_at_once!r} must be at least 1")
 
 
 # Where each number is from: docs/planner.md.
@@ -82,7 +93,8 @@ class Exchange:
 
     ``sent_bytes`` counts a message once, whoever receives it, as `DeMo.traffic` does. ``received_bytes`` is what the link
     carries in each direction: in a ring a rank passes on as much as it receives. ``num_pauses`` is how often the link was
-    idle before, if only for a moment. Where replicas speak in one of ``period`` steps, all is an average over these.
+    idle before, if only for a moment. Where replicas speak in one of ``period`` steps, all is an average over these. A round
+    is over ``num_streams`` connections at once, each of which has a window of its own.
     """
 
     sent_bytes: int
@@ -90,6 +102,7 @@ class Exchange:
     num_rounds: float
     num_pauses: int = 1
     period: int = 1
+    num_streams: int = 1
 
     @property
     def message_bytes(self) -> float:
@@ -109,7 +122,8 @@ class Exchange:
 @dataclass(frozen=True)
 class Workload:
     """One step of a method on a device, whatever the link. ``hidden_seconds``: the network time backward can hide.
-    ``num_buckets``: the exchange is in so many parts, the last of which begins after backward; None: in endlessly many."""
+    ``num_buckets``: the exchange is in so many parts, the last of which begins after backward; None: in endlessly many.
+    ``answers`` are owners' to what they got in the exchange. ``exchange_name``: which one, where there are two."""
 
     method: str
     topk: int | None
@@ -120,6 +134,19 @@ class Workload:
     hidden_seconds: float = 0.0
     trips_per_round: int = TRIPS_PER_ROUND
     num_buckets: int | None = None
+    answers: Exchange | None = None
+    collectives_at_once: int = COLLECTIVES_AT_ONCE
+    exchange_name: str | None = None
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of the exchange and of answers."""
+        return self.exchange.sent_bytes + (0 if self.answers is None else self.answers.sent_bytes)
+
+    @property
+    def received_bytes(self) -> int:
+        """Of the exchange and of answers."""
+        return self.exchange.received_bytes + (0 if self.answers is None else self.answers.received_bytes)
 
     @property
     def pause_seconds(self) -> float:
@@ -135,7 +162,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One step of a method on a link. ``exposed_seconds`` is the network time that nothing hides."""
+    """One step of a method on a link. ``exposed_seconds`` is the network time that nothing hides. Where a method has two
+    exchanges, ``exchange_name`` is the one that the figures are for, ``other_step_seconds`` the step with the other."""
 
     method: str
     topk: int | None
@@ -147,6 +175,8 @@ class Prediction:
     optimizer_seconds: float
     network_seconds: float
     exposed_seconds: float
+    exchange_name: str | None = None
+    other_step_seconds: float | None = None
 
     @property
     def local_seconds(self) -> float:
@@ -195,7 +225,7 @@ def ring_all_gather(num_bytes: int, num_replicas: int, num_collectives: int = 1)
 def all_to_all(num_bytes: int, num_replicas: int) -> Exchange:
     """Bring ``num_bytes`` of each rank to each other one, in one round: nothing is passed on."""
     num_others = num_replicas - 1
-    return Exchange(num_others * num_bytes, num_others * num_bytes, min(1, num_others))
+    return Exchange(num_others * num_bytes, num_others * num_bytes, min(1, num_others), num_streams=max(1, num_others))
 
 
 def tree_broadcast(num_bytes: int, num_replicas: int) -> Exchange:
@@ -212,12 +242,13 @@ def transfer_seconds(exchange: Exchange, link: Link) -> float:
     A step's first message pays for that. Those that follow find a window that has grown to hold as much as it did."""
     passed = min(exchange.received_bytes, link.burst_bytes * exchange.num_pauses)
     seconds = (exchange.received_bytes - passed) / link.bytes_per_second
-    return seconds + slow_start_seconds(exchange.message_bytes, link) / exchange.period
+    return seconds + slow_start_seconds(exchange.message_bytes, link, exchange.num_streams) / exchange.period
 
 
-def slow_start_seconds(num_bytes: float, link: Link) -> float:
-    """What a window that begins small and doubles costs: it is filled once in each round trip, until it fills the link."""
-    seconds, left, window = 0.0, num_bytes, link.window_bytes or math.inf
+def slow_start_seconds(num_bytes: float, link: Link, num_streams: int = 1) -> float:
+    """What a window that begins small and doubles costs: it is filled once in each round trip, until it fills the link.
+    Those of several streams add up."""
+    seconds, left, window = 0.0, num_bytes, num_streams * (link.window_bytes or math.inf)
     while left > window and window < link.bytes_per_second * link.round_trip_seconds:
         seconds += link.round_trip_seconds - window / link.bytes_per_second
         left, window = left - window, 2 * window
@@ -239,16 +270,27 @@ def exposed_seconds(workload: Workload, link: Link) -> float:
 
     In n buckets, the i-th ready after i / n of what can hide them, bytes leave in order and latencies overlap. What is left
     at the end is decided by the first bucket, which pays for a slow start, if the link has been busy ever since, or by the
-    last, which cannot hide.
+    last, which cannot hide. Answers come after all that.
     """
     exchange = workload.exchange
     if workload.num_buckets is None:
         return max(0.0, network_seconds(exchange, link, workload.trips_per_round) - workload.hidden_seconds)
     share = 1 / workload.num_buckets
-    start = slow_start_seconds(share * exchange.message_bytes, link) / exchange.period
+    start = slow_start_seconds(share * exchange.message_bytes, link, exchange.num_streams) / exchange.period
     transfer = transfer_seconds(exchange, replace(link, window_bytes=None))
     left = max(share * transfer, start + transfer - (1 - share) * workload.hidden_seconds)
-    return left + latency_seconds(exchange, link, workload.trips_per_round)
+    return left + latency_seconds(exchange, link, workload.trips_per_round) + answers_seconds(workload, link)
+
+
+def answers_seconds(workload: Workload, link: Link) -> float:
+    """What owners' answers take: an all-gather for each bucket, all at once but for what a group can run together."""
+    answers, num_buckets = workload.answers, workload.num_buckets or 1
+    if answers is None:
+        return 0.0
+    turns = -(-num_buckets // workload.collectives_at_once)
+    transfer = transfer_seconds(answers, replace(link, window_bytes=None))
+    start = slow_start_seconds(answers.message_bytes / num_buckets, link)
+    return transfer + start + turns * latency_seconds(answers, link, workload.trips_per_round)
 
 
 def ddp(
@@ -315,6 +357,8 @@ def thinwire_demo(
         hidden_seconds=overlap * BACKWARD_SHARE * compute_seconds if num_buckets > 1 else 0.0,
         trips_per_round=costs.trips_per_round,
         num_buckets=num_buckets,
+        collectives_at_once=costs.collectives_at_once,
+        exchange_name=ALL_GATHER,
     )
 
 
@@ -326,10 +370,12 @@ def predict(workload: Workload, link: Link) -> Prediction:
         topk=workload.topk,
         values=workload.values,
         label=workload.label,
-        sent_bytes=workload.exchange.sent_bytes,
-        received_bytes=workload.exchange.received_bytes,
+        sent_bytes=workload.sent_bytes,
+        received_bytes=workload.received_bytes,
         compute_seconds=workload.compute_seconds,
         optimizer_seconds=workload.optimizer_seconds,
-        network_seconds=network_seconds(workload.exchange, found, workload.trips_per_round),
+        network_seconds=network_seconds(workload.exchange, found, workload.trips_per_round)
+        + answers_seconds(workload, found),
         exposed_seconds=exposed_seconds(workload, found),
+        exchange_name=workload.exchange_name,
     )
