@@ -56,9 +56,10 @@ class LabMethod:
 
 _EARLY = {"overlap": True, "clip": 0.0}
 _SIGN = {"update": "sign", "topk": 32, "momentum_decay": 0.999, "lr": 1e-3}
-# The learning rates are the best of those tried: results/lab_losses.
+# The learning rates are the best of those tried: results/lab_losses. For demo-owner, that of demo.
 METHODS: dict[str, LabMethod] = {
     "demo": LabMethod("demo", {**_SIGN, **_EARLY}),
+    "demo-owner": LabMethod("demo", {**_SIGN, **_EARLY, "exchange": "owner"}),
     "demo-after": LabMethod("demo", _SIGN),
     "demo-muon": LabMethod("demo", {**_EARLY}),
     "published-code": LabMethod("published-code"),
