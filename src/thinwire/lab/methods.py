@@ -61,6 +61,7 @@ METHODS: dict[str, LabMethod] = {
     "demo": LabMethod("demo", {**_SIGN, **_EARLY}),
     "demo-owner": LabMethod("demo", {**_SIGN, **_EARLY, "exchange": "owner"}),
     "demo-after": LabMethod("demo", _SIGN),
+    "demo-owner-after": LabMethod("demo", {**_SIGN, "exchange": "owner"}),
     "demo-muon": LabMethod("demo", {**_EARLY}),
     "published-code": LabMethod("published-code"),
     "adamw": LabMethod("adamw", {"lr": 3e-4}),

@@ -57,6 +57,7 @@ def workload_of(cell: Cell) -> Workload:
     costs = DEVICES["cpu"]
     kind = "all-reduce" if cell.method in _ALL_REDUCE else "all-gather"
     num_exchanges = max(1, round(cell.num_exchanges * cell.period))
+    demo_overlap = costs.ddp_overlap if costs.demo_overlap is None else costs.demo_overlap
     is_demo = cell.settings.get("overlap", False)
     is_early = is_demo or cell.method in _DDP
     # DDP's buckets, and DeMo's, are under way at the same time: their latencies overlap, and only one shows.
@@ -74,7 +75,7 @@ def workload_of(cell: Cell) -> Workload:
         exchange=exchange,
         compute_seconds=max(0.0, cell.seconds - cell.parts["exposed"]),
         optimizer_seconds=0.0,
-        hidden_seconds=costs.ddp_overlap * cell.parts["backward"] if is_early else 0.0,
+        hidden_seconds=(demo_overlap if is_demo else costs.ddp_overlap) * cell.parts["backward"] if is_early else 0.0,
         trips_per_round=costs.trips_per_round,
         num_buckets=num_exchanges if is_demo else None,
         answers=answers,

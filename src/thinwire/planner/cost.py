@@ -6,10 +6,8 @@ w bytes per second of the link, t one-way seconds (half of the round trip), a on
     transfer = received / w + slow start,  latency = a * rounds * t,  network = transfer + latency
     hidden   = overlap * 2/3 * C for DDP, and for DeMo if it overlaps, else 0
     exposed  = max(0, network - hidden) for DDP, unless its number of buckets is given
-             = max(transfer / n, transfer - (n - 1) / n * hidden) + latency for DeMo in n buckets, the slow start being
-               that of the first bucket
-    answers  = transfer + latency * ceil(n / 2), two collectives running at a time; nothing of it is hidden
-    step     = C + optimizer + exposed, with the answers in an owner exchange
+             = what is left of n buckets, see `in_buckets`, for DeMo; in an owner exchange also all of the answers
+    step     = C + optimizer + exposed
     efficiency = C / step
 
 | exchange | received by each rank | rounds |
@@ -23,6 +21,7 @@ codecs.
 """
 
 import math
+from collections import deque
 from dataclasses import dataclass, replace
 
 from thinwire.exchange.choice import ALL_GATHER
@@ -79,7 +78,11 @@ class DeviceCosts:
 # Where each number is from: docs/planner.md.
 DEVICES = {
     "cpu": DeviceCosts(
-        adamw_ns_per_parameter=1.5, demo_ns_per_parameter=10.0, published_ns_per_parameter=30.0, ddp_overlap=0.3
+        adamw_ns_per_parameter=1.5,
+        demo_ns_per_parameter=10.0,
+        published_ns_per_parameter=30.0,
+        ddp_overlap=0.3,
+        demo_overlap=1.0,
     ),
     "gpu": DeviceCosts(
         adamw_ns_per_parameter=0.0081, demo_ns_per_parameter=0.0077, published_ns_per_parameter=0.19, ddp_overlap=1.0
@@ -265,32 +268,35 @@ def network_seconds(exchange: Exchange, link: Link, trips_per_round: int) -> flo
     return transfer_seconds(exchange, link) + latency_seconds(exchange, link, trips_per_round)
 
 
-def exposed_seconds(workload: Workload, link: Link) -> float:
-    """The network time that nothing hides, on the link as the pause before has left it.
-
-    In n buckets, the i-th ready after i / n of what can hide them, bytes leave in order and latencies overlap. What is left
-    at the end is decided by the first bucket, which pays for a slow start, if the link has been busy ever since, or by the
-    last, which cannot hide. Answers come after all that.
-    """
-    exchange = workload.exchange
+def workload_seconds(workload: Workload, link: Link, hidden_seconds: float) -> float:
+    """The network time of a step that is left where so much of it can hide, on the link as the pause before has left it.
+    Answers begin when all else is there, and hide behind nothing."""
+    exchange, trips = workload.exchange, workload.trips_per_round
     if workload.num_buckets is None:
-        return max(0.0, network_seconds(exchange, link, workload.trips_per_round) - workload.hidden_seconds)
-    share = 1 / workload.num_buckets
-    start = slow_start_seconds(share * exchange.message_bytes, link, exchange.num_streams) / exchange.period
-    transfer = transfer_seconds(exchange, replace(link, window_bytes=None))
-    left = max(share * transfer, start + transfer - (1 - share) * workload.hidden_seconds)
-    return left + latency_seconds(exchange, link, workload.trips_per_round) + answers_seconds(workload, link)
+        return max(0.0, network_seconds(exchange, link, trips) - hidden_seconds)
+    buckets = (link, trips, workload.num_buckets, workload.collectives_at_once)
+    left = in_buckets(exchange, *buckets, hidden_seconds)
+    return left if workload.answers is None else left + in_buckets(workload.answers, *buckets, 0.0)
 
 
-def answers_seconds(workload: Workload, link: Link) -> float:
-    """What owners' answers take: an all-gather for each bucket, all at once but for what a group can run together."""
-    answers, num_buckets = workload.answers, workload.num_buckets or 1
-    if answers is None:
-        return 0.0
-    turns = -(-num_buckets // workload.collectives_at_once)
-    transfer = transfer_seconds(answers, replace(link, window_bytes=None))
-    start = slow_start_seconds(answers.message_bytes / num_buckets, link)
-    return transfer + start + turns * latency_seconds(answers, link, workload.trips_per_round)
+def in_buckets(
+    exchange: Exchange, link: Link, trips_per_round: int, num_buckets: int, at_once: int, hidden_seconds: float
+) -> float:
+    """What is left of an exchange in n buckets, the i-th of which is ready after i / n of what can hide them.
+
+    Bytes leave in order, the first bucket's with a slow start; latencies overlap, but only so many buckets are under way at
+    once.
+    """
+    start = slow_start_seconds(exchange.message_bytes / num_buckets, link, exchange.num_streams) / exchange.period
+    transfer = transfer_seconds(exchange, replace(link, window_bytes=None)) / num_buckets
+    latency = latency_seconds(exchange, link, trips_per_round)
+    free_at, ends = 0.0, deque[float](maxlen=at_once)
+    for bucket in range(1, num_buckets + 1):
+        has_turn = ends[0] if len(ends) == at_once else 0.0
+        begins = max(free_at, has_turn, bucket / num_buckets * hidden_seconds)
+        free_at = begins + transfer + (start if bucket == 1 else 0.0)
+        ends.append(free_at + latency)
+    return ends[-1] - hidden_seconds
 
 
 def ddp(
@@ -374,8 +380,7 @@ def predict(workload: Workload, link: Link) -> Prediction:
         received_bytes=workload.received_bytes,
         compute_seconds=workload.compute_seconds,
         optimizer_seconds=workload.optimizer_seconds,
-        network_seconds=network_seconds(workload.exchange, found, workload.trips_per_round)
-        + answers_seconds(workload, found),
-        exposed_seconds=exposed_seconds(workload, found),
+        network_seconds=workload_seconds(workload, found, 0.0),
+        exposed_seconds=workload_seconds(workload, found, workload.hidden_seconds),
         exchange_name=workload.exchange_name,
     )

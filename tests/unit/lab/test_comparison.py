@@ -182,7 +182,8 @@ def test_an_owner_exchange_is_told_apart_into_slices_and_answers() -> None:
     assert two.answers == ring_all_gather(2000, 2)
 
 
-def test_demo_owner_is_demo_with_another_exchange() -> None:
-    plain, owner = (METHODS[name].lab_config("gpt-10m", 8, 1) for name in ("demo", "demo-owner"))
+@pytest.mark.parametrize(("name", "with_owners"), [("demo", "demo-owner"), ("demo-after", "demo-owner-after")])
+def test_demo_owner_is_demo_with_another_exchange(name: str, with_owners: str) -> None:
+    plain, owner = (METHODS[each].lab_config("gpt-10m", 8, 1) for each in (name, with_owners))
     assert owner.optim.exchange == "owner"
     assert replace(owner, optim=replace(owner.optim, exchange="all_gather")) == plain

@@ -1,0 +1,92 @@
+"""DeMo with an all-gather beside DeMo with an owner exchange, as measured, and what the planner would have chosen."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from thinwire.exchange.choice import ALL_GATHER, OWNER
+from thinwire.exchange.plan import TensorSpec, make_plan
+from thinwire.lab.rows import Cell
+from thinwire.optimizer import DEFAULT_DENSE_BELOW, DEFAULT_OVERLAPPED_BUCKETS
+from thinwire.options import coding_of
+from thinwire.planner.cost import DEVICES, Prediction, predict
+from thinwire.planner.link_spec import UNSHAPED, parse_link
+from thinwire.planner.links import format_bytes
+from thinwire.planner.owners import both_exchanges, sizes_of
+
+PAIRS = {"demo": "demo-owner", "demo-after": "demo-owner-after"}
+"""Methods that differ in the exchange alone."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same host count, link and method with either exchange, measured and predicted."""
+
+    gather: Cell
+    owner: Cell
+    gather_predicted: Prediction
+    owner_predicted: Prediction
+
+    @property
+    def choice(self) -> str:
+        """What the planner would take."""
+        is_faster = self.owner_predicted.step_seconds < self.gather_predicted.step_seconds
+        return OWNER if is_faster else ALL_GATHER
+
+    @property
+    def measured_gain(self) -> float:
+        """Seconds that owners save, or cost if it is negative."""
+        return self.gather.seconds - self.owner.seconds
+
+    @property
+    def predicted_gain(self) -> float:
+        """The same, as the planner says."""
+        return self.gather_predicted.step_seconds - self.owner_predicted.step_seconds
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether no round of one exchange took as long as any of the other."""
+        return max(self.gather.least_seconds, self.owner.least_seconds) > min(
+            self.gather.most_seconds, self.owner.most_seconds
+        )
+
+
+def pair_up(cells: Sequence[Cell], tensors: Sequence[TensorSpec]) -> list[Pair]:
+    """All pairs of merged cells. The planner is told how long forward and backward took with all-gathers on links without a
+    limit, as one would measure it, and the shapes of the model."""
+    found = {(cell.num_hosts, cell.link, cell.method): cell for cell in cells if not cell.error}
+    pairs = []
+    for (num_hosts, link, method), gather in found.items():
+        owner = found.get((num_hosts, link, PAIRS.get(method, "")))
+        unshaped = found.get((num_hosts, UNSHAPED, method))
+        if owner is not None and unshaped is not None:
+            compute = unshaped.parts["forward"] + unshaped.parts["backward"]
+            pairs.append(Pair(gather, owner, *_predicted(gather, tensors, compute)))
+    return pairs
+
+
+def _predicted(cell: Cell, tensors: Sequence[TensorSpec], compute_seconds: float) -> tuple[Prediction, ...]:
+    settings = cell.settings
+    coding = coding_of({**settings, "layout": "adaptive", "dense_below": DEFAULT_DENSE_BELOW})
+    plan = make_plan(tensors, [coding], DEFAULT_OVERLAPPED_BUCKETS if settings["overlap"] else 1)
+    sizes = sizes_of(plan, cell.num_hosts, settings["owner_topk"] or None)
+    kept = (settings["topk"], coding.values, cell.num_hosts, compute_seconds, DEVICES["cpu"])
+    link = parse_link(cell.link).link
+    return tuple(predict(one, link) for one in both_exchanges(cell.num_parameters, sizes, *kept))
+
+
+def exchange_table(pairs: Sequence[Pair]) -> str:
+    """A Markdown table: seconds per step with the extremes of all rounds, what owners save as measured and as predicted, and
+    the bytes that came in at a host's interface."""
+    head = ["hosts", "link", "all-gather", "owners", "saved", "predicted", "the planner takes", "received", "owners"]
+    lines = ["| " + " | ".join(head) + " |", "| ---: | --- |" + " ---: |" * 4 + " --- |" + " ---: |" * 2]
+    for pair in pairs:
+        gather, owner = pair.gather, pair.owner
+        texts = [str(gather.num_hosts), gather.link, *map(_seconds, (gather, owner))]
+        texts += [f"{gain:+.2f}" for gain in (pair.measured_gain, pair.predicted_gain)]
+        texts += [pair.choice.replace("_", "-"), format_bytes(gather.received), format_bytes(owner.received)]
+        lines.append("| " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def _seconds(cell: Cell) -> str:
+    return f"{cell.seconds:.2f} ({cell.least_seconds:.2f} to {cell.most_seconds:.2f})"
