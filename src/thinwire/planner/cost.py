@@ -85,7 +85,11 @@ DEVICES = {
         demo_overlap=1.0,
     ),
     "gpu": DeviceCosts(
-        adamw_ns_per_parameter=0.0081, demo_ns_per_parameter=0.0077, published_ns_per_parameter=0.19, ddp_overlap=1.0
+        adamw_ns_per_parameter=0.0081,
+        demo_ns_per_parameter=0.0077,
+        published_ns_per_parameter=0.19,
+        ddp_overlap=1.0,
+        owner_ns_per_parameter=0.19,
     ),
 }
 

@@ -1,7 +1,9 @@
 """All-gather or owner exchange: sizes are those of the real messages, times by hand, and the choice is the shorter step."""
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from thinwire.exchange.plan import Coding, TensorSpec, make_plan
 from thinwire.exchange.transport import Transport
 from thinwire.optimizer import DeMo
 from thinwire.planner.cost import DEVICES, DeviceCosts, Exchange, all_to_all, predict, transfer_seconds
+from thinwire.planner.link_spec import parse_link
 from thinwire.planner.links import Link
 from thinwire.planner.owners import Sizes, both_exchanges, choose_exchange, fastest, sizes_of
 from thinwire.planner.report import make_report, tensors_from_count
@@ -138,6 +141,15 @@ def test_the_link_decides() -> None:
     assert chosen(Link(1e7, 0.0), 10.0, replace(sizes, num_buckets=1)) == OWNER, "nothing hides without overlap"
 
 
+def test_with_a_long_round_trip_owners_want_few_buckets() -> None:
+    def step(num_buckets: int) -> float:
+        sizes = Sizes(100_000, 12_500, 22_500, num_buckets)
+        _, owner = both_exchanges(10**7, sizes, 32, "sign", 8, 1.0, DEVICES["gpu"])
+        return predict(owner, Link(1e8, 0.08)).step_seconds
+
+    assert step(2) < step(1) < step(8)
+
+
 def test_a_row_says_what_the_other_exchange_would_take() -> None:
     both = both_exchanges(10**6, Sizes(10**6, 125_000, 225_000), 32, "sign", 8, 1.0, FREE)
     gather, owner = (predict(one, LINK) for one in both)
@@ -146,3 +158,28 @@ def test_a_row_says_what_the_other_exchange_would_take() -> None:
     assert fastest(both[:1], LINK) == gather
     free = Link(1e30, 0.0)
     assert fastest(both, free).exchange_name == ALL_GATHER, "the first, where both are equal"
+
+
+def test_the_table_in_the_docs_is_the_codes() -> None:
+    document = (Path(__file__).parents[3] / "docs" / "planner.md").read_text()
+    models = ((tensors_from_count(10**8), 0.5), (tensors_from_count(10**9), 1.0))
+    lines = re.findall(r"^\| `([^`]+)` \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", document, re.MULTILINE)
+    assert len(lines) == 8
+    for link, *told in lines:
+        cases = [(*model, overlap) for model in models for overlap in (False, True)]
+        for (tensors, compute_seconds, overlap), number in zip(cases, map(int, told), strict=True):
+            names = [
+                make_report(
+                    tensors,
+                    num_replicas,
+                    parse_link(link).link,
+                    compute_seconds,
+                    topks=(32,),
+                    values=("sign",),
+                    overlap=overlap,
+                )
+                .predictions[-1]
+                .exchange_name
+                for num_replicas in (number - 1, number)
+            ]
+            assert names == [ALL_GATHER, OWNER], (link, overlap)
