@@ -31,8 +31,7 @@ from thinwire.slabs import LocalTensor
 
 LENGTH, WIDTH, LAYERS = 64, 128, 2
 SEQUENCES = 64
-RATES = {"sign": 1e-3, "muon": 2e-2}
-TOPK = 32
+RATES = {"sign": 1e-3, "lion": 1e-3, "muon": 2e-2}
 
 
 class SmallGPT(nn.Module):
@@ -118,8 +117,8 @@ def train(case: dict[str, Any], data: tuple[Tensor, Tensor], num_steps: int) -> 
     """Train one case and return its measures."""
     torch.manual_seed(case["seed"])
     model, began = SmallGPT(), time.perf_counter()
-    options = {"update": case["update"], "combine": case["combine"], "topk": TOPK, "values": case["values"]}
-    optimizer = DeMo(model.parameters(), lr=case["lr"], momentum_decay=0.99, **options)
+    options = {"update": case["update"], "combine": case["combine"], "topk": case["topk"], "values": case["values"]}
+    optimizer = DeMo(model.parameters(), lr=case["lr"], momentum_decay=case["decay"], **options)
     num_replicas = case["replicas"]
     simulation = Simulation(optimizer, num_replicas, case["owner_topk"])
     generator = torch.Generator().manual_seed(1000 + case["seed"])
@@ -144,10 +143,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--replicas", type=int, nargs="+", default=[8, 64])
-    parser.add_argument("--owner-topk", type=int, nargs="+", default=[16, 32, 64, 128, 256])
+    parser.add_argument("--owner-topk", type=int, nargs="*", default=[16, 32, 64, 128, 256])
     parser.add_argument("--update", choices=sorted(RATES), default="sign")
     parser.add_argument("--values", default="auto")
     parser.add_argument("--combine", default="mean_over_senders")
+    parser.add_argument("--topk", type=int, default=32)
+    parser.add_argument("--decay", type=float, default=0.99)
     parser.add_argument("--lr", type=float)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
@@ -163,7 +164,7 @@ def main() -> None:
             for owner_topk in (None, *arguments.owner_topk):
                 case = {"replicas": num_replicas, "owner_topk": owner_topk, "seed": seed, "steps": arguments.steps}
                 case |= {"update": arguments.update, "values": arguments.values, "combine": arguments.combine}
-                case["lr"] = arguments.lr or RATES[arguments.update]
+                case |= {"lr": arguments.lr or RATES[arguments.update], "topk": arguments.topk, "decay": arguments.decay}
                 if case in known:
                     continue
                 found = train(case, data, arguments.steps)

@@ -48,9 +48,13 @@ def inspect_(message: Message, payloads_RB: Tensor, findings_RW: Tensor, fused: 
 
         runs = [(run.codec, run.offset_bytes, run.num_chunks) for run in message.stacks]
         checks.inspect_(payloads_RB, runs, findings_RW)
-        return
-    findings_RW.fill_(_NO_BAD_RECORD)
+    else:
+        _inspect_(message, payloads_RB, findings_RW)
     findings_RW[:, :HEADER_WORDS] = payloads_RB[:, :HEADER_BYTES].contiguous().view(torch.int64)
+
+
+def _inspect_(message: Message, payloads_RB: Tensor, findings_RW: Tensor) -> None:
+    findings_RW.fill_(_NO_BAD_RECORD)
     at_once = max(1, _BYTES_AT_ONCE // message.payload_bytes)
     for some_RB, rows_RW in zip(payloads_RB.split(at_once), findings_RW.split(at_once), strict=True):
         rows_RW[:, HEADER_WORDS] = payload.checksum(some_RB.view(torch.int64))

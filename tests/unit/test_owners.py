@@ -45,6 +45,27 @@ def test_overlap_and_buckets_give_the_same_bits() -> None:
     assert torch.equal(plain, run_replicas(lambda end: work(SignedTransport(end, bytes(16))), 3)[0])
 
 
+def test_the_fused_backend_finds_the_same_bits(device: torch.device) -> None:
+    start = torch.randn(32, 48)
+
+    def work(transport: LoopbackTransport, backend: str) -> Tensor:
+        parameter = nn.Parameter(start.clone().to(device))
+        options = {**OPTIONS, "dense_below": 0, "momentum_decay": 0.5, "backend": backend}
+        optimizer = DeMo([parameter], 0.1, transport=transport, **options)
+        generator = torch.Generator().manual_seed(transport.replica)
+        for step in range(3):
+            parameter.grad = torch.randn(32, 48, generator=generator).to(device)
+            if step == 1 and transport.replica == 1:
+                parameter.grad = None
+            optimizer.step()
+        assert optimizer.num_steps == 3
+        return parameter.detach().cpu()
+
+    fused = run_replicas(lambda end: work(end, "triton"), 2)
+    assert torch.equal(fused[0], fused[1])
+    assert torch.equal(fused[0], run_replicas(lambda end: work(end, "torch"), 2)[0])
+
+
 def test_owners_that_keep_everything_change_nothing() -> None:
     """With float values, and as many kept as there are, an owner only passes the mean on."""
 
