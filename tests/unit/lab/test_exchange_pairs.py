@@ -33,7 +33,7 @@ def test_pairs_differ_in_the_exchange_alone() -> None:
     assert pair.is_apart
     assert not replace(pair, owner=replace(pair.owner, most_seconds=5.9)).is_apart
     assert pair.predicted_gain == pair.gather_predicted.step_seconds - pair.owner_predicted.step_seconds > 0
-    # 7 payloads of 2,560 chunks, 40 bytes each, at 1 Mbit/s, less what hides: all of backward, which is two thirds of what was measured unshaped.
+    # 7 payloads of 2,560 chunks, 40 bytes each, at 1 Mbit/s, less what hides: all of backward, two thirds of the 1.5 s.
     assert pair.gather_predicted.exposed_seconds == pytest.approx(7 * 0.1024 * 8 / 0.956 - 7 / 8, rel=0.01)
 
 
