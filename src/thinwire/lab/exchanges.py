@@ -34,20 +34,14 @@ class Pair:
 
     @property
     def measured_gain(self) -> float:
-        """Seconds that owners save, or cost if it is negative."""
-        return self.gather.seconds - self.owner.seconds
+        """Seconds of waiting that owners save, or cost if it is negative. Compute, which both have, is left out: it varies
+        with what else the machine does."""
+        return self.gather.parts["exposed"] - self.owner.parts["exposed"]
 
     @property
     def predicted_gain(self) -> float:
         """The same, as the planner says."""
-        return self.gather_predicted.step_seconds - self.owner_predicted.step_seconds
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether no round of one exchange took as long as any of the other."""
-        return max(self.gather.least_seconds, self.owner.least_seconds) > min(
-            self.gather.most_seconds, self.owner.most_seconds
-        )
+        return self.gather_predicted.exposed_seconds - self.owner_predicted.exposed_seconds
 
 
 def pair_up(cells: Sequence[Cell], tensors: Sequence[TensorSpec]) -> list[Pair]:
@@ -75,18 +69,17 @@ def _predicted(cell: Cell, tensors: Sequence[TensorSpec], compute_seconds: float
 
 
 def exchange_table(pairs: Sequence[Pair]) -> str:
-    """A Markdown table: seconds per step with the extremes of all rounds, what owners save as measured and as predicted, and
-    the bytes that came in at a host's interface."""
-    head = ["hosts", "link", "all-gather", "owners", "saved", "predicted", "the planner takes", "received", "owners"]
-    lines = ["| " + " | ".join(head) + " |", "| ---: | --- |" + " ---: |" * 4 + " --- |" + " ---: |" * 2]
+    """A Markdown table: seconds per step with the extremes of all rounds, seconds of these spent waiting, what owners save of
+    the wait as measured and as predicted, and the bytes that came in at a host's interface."""
+    head = ["hosts", "link", "step: all-gather", "owners", "wait: all-gather", "owners", "saved", "predicted"]
+    head += ["the planner takes", "received: all-gather", "owners"]
+    lines = ["| " + " | ".join(head) + " |", "| ---: | --- |" + " ---: |" * 6 + " --- |" + " ---: |" * 2]
     for pair in pairs:
-        gather, owner = pair.gather, pair.owner
-        texts = [str(gather.num_hosts), gather.link, *map(_seconds, (gather, owner))]
+        both = (pair.gather, pair.owner)
+        texts = [str(pair.gather.num_hosts), pair.gather.link]
+        texts += [f"{one.seconds:.2f} ({one.least_seconds:.2f} to {one.most_seconds:.2f})" for one in both]
+        texts += [f"{one.parts['exposed']:.2f}" for one in both]
         texts += [f"{gain:+.2f}" for gain in (pair.measured_gain, pair.predicted_gain)]
-        texts += [pair.choice.replace("_", "-"), format_bytes(gather.received), format_bytes(owner.received)]
+        texts += [pair.choice.replace("_", "-"), *(format_bytes(one.received) for one in both)]
         lines.append("| " + " | ".join(texts) + " |")
     return "\n".join(lines)
-
-
-def _seconds(cell: Cell) -> str:
-    return f"{cell.seconds:.2f} ({cell.least_seconds:.2f} to {cell.most_seconds:.2f})"

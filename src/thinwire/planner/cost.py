@@ -44,8 +44,9 @@ class DeviceCosts:
     ``ddp_overlap`` is the share of backward under which DDP can hide its all-reduce, ``demo_overlap`` that under which
     DeMo's buckets can leave with ``overlap=True`` (None: as for DDP). ``ddp_buckets`` is how many DDP has (None: endlessly
     many, its best case). ``trips_per_round`` is 2 where a receiver first tells the sender that it is ready, as gloo does, so
-    that each round costs a whole round trip; 1 is the least there can be. ``owner_ns_per_parameter`` is what an owner
-    exchange adds for each parameter that a replica owns. ``collectives_at_once`` is how many of a group run together.
+    that each round costs a whole round trip; 1 is the least there can be. ``decode_ns_per_parameter`` is what
+    every payload but the first adds to DeMo's step, ``owner_ns_per_parameter`` what an owner exchange adds for each
+    parameter that a replica owns. ``collectives_at_once`` is how many of a group run together.
     """
 
     adamw_ns_per_parameter: float
@@ -55,12 +56,13 @@ class DeviceCosts:
     trips_per_round: int = TRIPS_PER_ROUND
     demo_overlap: float | None = None
     ddp_buckets: int | None = None
+    decode_ns_per_parameter: float = 0.0
     owner_ns_per_parameter: float = 0.0
     collectives_at_once: int = COLLECTIVES_AT_ONCE
 
     def __post_init__(self) -> None:
         """Refuse costs that make no sense."""
-        for name in (f"{method}_ns_per_parameter" for method in ("adamw", "demo", "published", "owner")):
+        for name in (f"{method}_ns_per_parameter" for method in ("adamw", "demo", "published", "decode", "owner")):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a number of at least 0")
         for name in ("ddp_overlap", "demo_overlap"):
@@ -83,6 +85,8 @@ DEVICES = {
         published_ns_per_parameter=30.0,
         ddp_overlap=0.3,
         demo_overlap=1.0,
+        decode_ns_per_parameter=1.6,
+        owner_ns_per_parameter=8.0,
     ),
     "gpu": DeviceCosts(
         adamw_ns_per_parameter=0.0081,
@@ -357,13 +361,14 @@ def thinwire_demo(
     """Thinwire's DeMo: one all-gather of all payloads after backward, or, with more than one bucket, ``overlap=True``. What
     encoding costs is not hidden: it takes the device's time wherever it runs."""
     overlap = costs.ddp_overlap if costs.demo_overlap is None else costs.demo_overlap
+    ns_per_parameter = costs.demo_ns_per_parameter + (num_replicas - 1) * costs.decode_ns_per_parameter
     return Workload(
         method="Thinwire DeMo",
         topk=topk,
         values=values,
         exchange=ring_all_gather(payload_bytes, num_replicas),
         compute_seconds=compute_seconds,
-        optimizer_seconds=num_parameters * costs.demo_ns_per_parameter * 1e-9,
+        optimizer_seconds=num_parameters * ns_per_parameter * 1e-9,
         hidden_seconds=overlap * BACKWARD_SHARE * compute_seconds if num_buckets > 1 else 0.0,
         trips_per_round=costs.trips_per_round,
         num_buckets=num_buckets,

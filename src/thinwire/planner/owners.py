@@ -13,6 +13,9 @@ from thinwire.exchange.slices import slice_of
 from thinwire.planner.cost import DeviceCosts, Prediction, Workload, all_to_all, predict, ring_all_gather, thinwire_demo
 from thinwire.planner.links import Link
 
+# In payloads of a sender's size: slices, and answers of twice the coefficients.
+_DECODED_WITH_OWNERS = 3
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -29,8 +32,10 @@ def sizes_of(plan: ExchangePlan, num_replicas: int, owner_topk: int | None = Non
     """Exact to the byte, for a plan with owners or, if it has none, with those that keep ``owner_topk`` coefficients."""
     answers = (plan if plan.answers is not None else with_owners(plan, owner_topk)).answers
     assert answers is not None
-    parts = [[slice_of(bucket, num_replicas).payload_bytes for bucket in one.buckets] for one in (plan, answers)]
-    return Sizes(plan.payload_bytes, *map(sum, parts), num_buckets=max(1, len(plan.buckets)))
+    slices, replies = (
+        sum(slice_of(bucket, num_replicas).payload_bytes for bucket in one.buckets) for one in (plan, answers)
+    )
+    return Sizes(plan.payload_bytes, slices, replies, max(1, len(plan.buckets)))
 
 
 def both_exchanges(
@@ -43,16 +48,19 @@ def both_exchanges(
     costs: DeviceCosts,
 ) -> tuple[Workload, Workload]:
     """Thinwire's DeMo with an all-gather, and with an owner exchange: slices to their owners, which hide behind backward as
-    payloads do, then answers, which do not. What owners compute is counted for the parameters that each owns."""
+    payloads do, then answers, which do not. All slices are as much to decode as one payload, and the answers as two."""
     gather = thinwire_demo(
         num_parameters, sizes.payload_bytes, topk, values, num_replicas, compute_seconds, costs, sizes.num_buckets
     )
-    owned = num_parameters / num_replicas if num_replicas > 1 else 0.0
+    decode_ns = (_DECODED_WITH_OWNERS - 1) * costs.decode_ns_per_parameter
+    owner_ns = costs.demo_ns_per_parameter + decode_ns + costs.owner_ns_per_parameter / num_replicas
+    if num_replicas == 1:
+        return gather, replace(gather, exchange_name=OWNER)
     owner = replace(
         gather,
         exchange=all_to_all(sizes.slice_bytes, num_replicas),
         answers=ring_all_gather(sizes.answer_bytes, num_replicas),
-        optimizer_seconds=gather.optimizer_seconds + owned * costs.owner_ns_per_parameter * 1e-9,
+        optimizer_seconds=num_parameters * owner_ns * 1e-9,
         exchange_name=OWNER,
     )
     return gather, owner

@@ -150,8 +150,8 @@ def _workload(
         return dense
     plan = Decoupled(config, model, model, SoloTransport()).optimizer.plan
     whole = sizes_of(plan, mesh.replicate)
-    parts = [size // mesh.shard for size in (whole.payload_bytes, whole.slice_bytes, whole.answer_bytes)]
-    sizes = Sizes(*parts, num_buckets=whole.num_buckets if config.overlap else 1)
+    payload, part, answer = (size // mesh.shard for size in (whole.payload_bytes, whole.slice_bytes, whole.answer_bytes))
+    sizes = Sizes(payload, part, answer, whole.num_buckets if config.overlap else 1)
     settings = (config.topk, plan.codings[0].values, mesh.replicate, compute_seconds, costs)
     gather, owner = both_exchanges(count // mesh.shard, sizes, *settings)
     return gather if plan.answers is None else owner

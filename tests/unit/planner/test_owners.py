@@ -59,12 +59,13 @@ def test_a_plan_without_owners_is_given_some() -> None:
 
 def test_an_owner_exchange_by_hand() -> None:
     # Three slices of 10 kB come in one round, three answers of 20 kB in three: 30 and 60 ms, and four round trips.
-    costs = replace(FREE, owner_ns_per_parameter=8.0)
+    costs = replace(FREE, demo_ns_per_parameter=10.0, decode_ns_per_parameter=1.0, owner_ns_per_parameter=8.0)
     gather, owner = both_exchanges(1_000_000, Sizes(40_000, 10_000, 20_000), 32, "sign", 4, 3.0, costs)
     row = predict(owner, LINK)
     assert (row.sent_bytes, row.received_bytes) == (30_000 + 20_000, 30_000 + 60_000)
     assert row.network_seconds == row.exposed_seconds == pytest.approx(0.03 + 0.02 + 0.06 + 3 * 0.02)
-    assert row.optimizer_seconds == pytest.approx(0.002), "8 ns for each of the quarter that it owns"
+    assert row.optimizer_seconds == pytest.approx(0.014), "8 ns for each of the quarter that it owns, and three payloads"
+    assert predict(gather, LINK).optimizer_seconds == pytest.approx(0.013), "four payloads"
     assert predict(gather, LINK).exposed_seconds == pytest.approx(0.12 + 3 * 0.02)
     assert (gather.exchange_name, owner.exchange_name) == (ALL_GATHER, OWNER)
     assert gather.label == owner.label
