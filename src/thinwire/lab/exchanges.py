@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import mean
 
 from thinwire.exchange.choice import ALL_GATHER, OWNER
 from thinwire.exchange.plan import TensorSpec, make_plan
@@ -9,7 +10,7 @@ from thinwire.lab.rows import Cell
 from thinwire.optimizer import DEFAULT_DENSE_BELOW, DEFAULT_OVERLAPPED_BUCKETS
 from thinwire.options import coding_of
 from thinwire.planner.cost import DEVICES, Prediction, predict
-from thinwire.planner.link_spec import UNSHAPED, parse_link
+from thinwire.planner.link_spec import parse_link
 from thinwire.planner.links import format_bytes
 from thinwire.planner.owners import both_exchanges, sizes_of
 
@@ -45,15 +46,14 @@ class Pair:
 
 
 def pair_up(cells: Sequence[Cell], tensors: Sequence[TensorSpec]) -> list[Pair]:
-    """All pairs of merged cells. The planner is told how long forward and backward took with all-gathers on links without a
-    limit, as one would measure it, and the shapes of the model."""
+    """All pairs of merged cells. The planner is told the shapes of the model, and how long forward and backward took, in the
+    mean of both cells: what else a machine does changes that from one cell to the next."""
     found = {(cell.num_hosts, cell.link, cell.method): cell for cell in cells if not cell.error}
     pairs = []
     for (num_hosts, link, method), gather in found.items():
         owner = found.get((num_hosts, link, PAIRS.get(method, "")))
-        unshaped = found.get((num_hosts, UNSHAPED, method))
-        if owner is not None and unshaped is not None:
-            compute = unshaped.parts["forward"] + unshaped.parts["backward"]
+        if owner is not None:
+            compute = mean(cell.parts["forward"] + cell.parts["backward"] for cell in (gather, owner))
             pairs.append(Pair(gather, owner, *_predicted(gather, tensors, compute)))
     return pairs
 
@@ -69,8 +69,8 @@ def _predicted(cell: Cell, tensors: Sequence[TensorSpec], compute_seconds: float
 
 
 def exchange_table(pairs: Sequence[Pair]) -> str:
-    """A Markdown table: seconds per step with the extremes of all rounds, seconds of these spent waiting, what owners save of
-    the wait as measured and as predicted, and the bytes that came in at a host's interface."""
+    """A Markdown table: seconds per step with the extremes of all rounds, those spent waiting, what owners save of these as
+    measured and as predicted, and the bytes that came in at a host's interface."""
     head = ["hosts", "link", "step: all-gather", "owners", "wait: all-gather", "owners", "saved", "predicted"]
     head += ["the planner takes", "received: all-gather", "owners"]
     lines = ["| " + " | ".join(head) + " |", "| ---: | --- |" + " ---: |" * 6 + " --- |" + " ---: |" * 2]

@@ -23,7 +23,7 @@ def cell(link: str, method: str, seconds: float, **changes: object) -> Cell:
 def pairs(plain: str = "demo", link: str = "1mbit") -> list[Pair]:
     both = [(plain, 6.0, 1e6), (PAIRS[plain], 3.0, 4e5)]
     shaped = [cell(link, method, seconds, received=received) for method, seconds, received in both]
-    return pair_up([*shaped, cell("unshaped", plain, 2.0), cell("10mbit", plain, 2.0, error="host 1 died")], TENSORS)
+    return pair_up([*shaped, cell("100mbit", plain, 2.0, error="host 1 died")], TENSORS)
 
 
 def test_pairs_differ_in_the_exchange_alone() -> None:
@@ -49,4 +49,4 @@ def test_the_table_has_both_sides() -> None:
 
 
 def test_cells_without_a_counterpart_are_left_out() -> None:
-    assert pair_up([cell("1mbit", "demo", 1.0), cell("unshaped", "demo", 1.0)], TENSORS) == []
+    assert pair_up([cell("1mbit", "demo", 1.0), cell("unshaped", "demo-owner", 1.0)], TENSORS) == []
