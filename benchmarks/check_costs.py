@@ -80,8 +80,9 @@ def main() -> None:
             checks.judge_(encoding.payloads_RB, encoding.replica, encoding.findings_RW, verdict)
             seal_(encoding.payloads_RB[1], fused=True)
         else:
-            inspect_(bucket, encoding.payloads_RB, encoding.findings_RW)
-            read_findings(bucket, encoding.findings_RW.cpu(), header)
+            forms = [bucket] * len(encoding.payloads_RB)
+            inspect_(forms, encoding.payloads_RB, encoding.findings_RW)
+            read_findings(forms, encoding.findings_RW.cpu(), header)
             seal_(encoding.payloads_RB[1], fused=False)
 
     def check_drift() -> None:

@@ -89,14 +89,14 @@ class Target:
     def verdicts(self, payloads_RB: Tensor) -> list[str]:
         """What this replica makes of each."""
         findings_RW = empty_findings(self.bucket, len(payloads_RB), torch.device("cpu"))
-        inspect_(self.bucket, payloads_RB, findings_RW)
+        inspect_([self.bucket] * len(payloads_RB), payloads_RB, findings_RW)
         if self.backend == "triton":
             same_RW = self._findings_of_kernels(payloads_RB.to(self.device))
             if not torch.equal(same_RW, findings_RW):
                 raise AssertionError(f"the kernels found {same_RW}, torch found {findings_RW}")
         found = []
         for row_W in findings_RW:
-            (header,) = read_findings(self.bucket, row_W[None], self.expected)
+            (header,) = read_findings([self.bucket], row_W[None], self.expected)
             is_ours = (
                 not isinstance(header, PayloadError)
                 and header.digest == self.expected.digest

@@ -23,7 +23,7 @@ from thinwire import DeMo
 from thinwire.bench.environment import environment
 from thinwire.core.combine import Decoding
 from thinwire.exchange.plan import Bucket, with_owners
-from thinwire.exchange.slices import clear_, slice_of
+from thinwire.exchange.slices import clear_
 from thinwire.local_step import LocalStep
 from thinwire.ownership import OwnedStack
 from thinwire.routes import for_answers
@@ -79,10 +79,9 @@ class Simulation:
         return [LocalTensor(one.source, torch.zeros_like(one.momentum_CE), one.rule_state) for one in found]
 
     def _owned_stacks(self, answers: Bucket) -> list[OwnedStack]:
-        runs = zip(self._bucket.stacks, slice_of(self._bucket, 1).stacks, slice_of(answers, 1).stacks, strict=True)
-        return [
-            OwnedStack(run, answer, [torch.zeros(stack.num_chunks, stack.codec.num_elements)]) for stack, run, answer in runs
-        ]
+        pairs = zip(self._bucket.stacks, answers.stacks, strict=True)
+        sizes = [(stack.num_chunks, stack.codec.num_elements) for stack in answers.stacks]
+        return [OwnedStack(*pair, [torch.zeros(size)]) for pair, size in zip(pairs, sizes, strict=True)]
 
     def send_(self, replica: int) -> None:
         """Encode the gradients that are there as this replica's."""
@@ -99,7 +98,7 @@ class Simulation:
         if self._answers is None:
             self._locals[0].apply_(self._bucket, groups, self.room.payloads_RB, self._decoding)
         else:
-            clear_(self._answer_B, slice_of(self._answers, 1))
+            clear_(self._answer_B, self._answers)
             for owned in self._owned:
                 owned.answer_(self.room.payloads_RB, self._decoding, self._answer_B)
                 owned.commit_()

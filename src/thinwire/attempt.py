@@ -18,7 +18,7 @@ from thinwire.core.combine import Decoding
 from thinwire.core.errors import ExchangeError, PayloadError, ThinwireError
 from thinwire.exchange.agreement import AllGather, name_the_difference
 from thinwire.exchange.plan import Bucket
-from thinwire.exchange.sharding import align_gradient, is_sharded
+from thinwire.exchange.sharding import is_sharded, local_of
 from thinwire.exchange.traffic import Traffic
 from thinwire.exchange.transport import Transport, elastic, metered
 from thinwire.gradients import fingerprint, first_trouble
@@ -71,9 +71,9 @@ class Attempt:
 
     def first_trouble(self, found_inf: float | None = None) -> Trouble:
         """What keeps this replica from sending the buckets that are left."""
-        left = [index for bucket, _ in self._buckets[self.num_sent :] for index in bucket.tensors]
-        for index in left:
-            align_gradient(self._local.tensors[index].source)
+        for bucket, _ in self._buckets[self.num_sent :]:
+            self._local.ready_(bucket)
+        left = [index for bucket, _ in self._buckets[self.num_sent :] for index in bucket.members]
         return first_trouble([(i, self._local.tensors[i].gradient) for i in sorted(left)], found_inf, self._local.is_fused)
 
     def send_next_(self, trouble: Trouble | None = None) -> None:
@@ -81,10 +81,11 @@ class Attempt:
         what happens if that fails."""
         bucket, encoding = self._buckets[self.num_sent]
         is_early = trouble is None
+        if is_early:
+            with self.taken_back_on_error():
+                self._local.ready_(bucket)
         with self.taken_back_on_error(), self._traffic.encoding(is_early):
-            for index in bucket.tensors:
-                align_gradient(self._local.tensors[index].source)
-            gradients = [(index, self._local.tensors[index].gradient) for index in bucket.tensors]
+            gradients = [(index, self._local.tensors[index].gradient) for index in bucket.members]
             trouble = first_trouble(gradients, None, self._local.is_fused) if trouble is None else trouble
             header = replace(self.header, bucket=bucket.index, trouble=trouble)
             if self.compares and not trouble.problem:
@@ -142,7 +143,7 @@ class Attempt:
                     encoding.pending.clear()
                 raise
             self.take_back_()
-            if not isinstance(error, ThinwireError):
+            if not isinstance(error, ThinwireError) or self._local.island.has_heard(error):
                 self.give_up_()
             raise
 
@@ -166,7 +167,7 @@ class Attempt:
 
     def _inspect_(self) -> None:
         for bucket, encoding in self._buckets:
-            inspect_(self._route.form(bucket), encoding.payloads_RB, encoding.findings_RW, self._local.is_fused)
+            inspect_(self._route.forms(bucket), encoding.payloads_RB, encoding.findings_RW, self._local.is_fused)
             if self._local.is_fused:
                 from thinwire.kernels.checks import judge_
 
@@ -190,7 +191,7 @@ class Attempt:
             findings_RW = encoding.told_RW if self._is_told else encoding.findings_RW.cpu()
             received.update(findings_RW[:, : HEADER_WORDS + 1].contiguous().numpy().tobytes())
             expected = replace(self.header, bucket=bucket.index)
-            for replica, found in enumerate(read_findings(self._route.form(bucket), findings_RW, expected)):
+            for replica, found in enumerate(read_findings(self._route.forms(bucket), findings_RW, expected)):
                 if isinstance(found, PayloadError):
                     self.refused.setdefault(replica, found)
                 else:
@@ -302,10 +303,10 @@ class Attempt:
 
 def _trace(tensor: LocalTensor) -> tuple[Tensor | None, float]:
     """A gradient, and a number that changes when it is changed: its version, or its norm where DTensor hides the version."""
-    gradient = tensor.gradient
+    gradient = tensor.source.grad
     if gradient is None:
         return None, 0.0
-    return tensor.source.grad, float(gradient.norm()) if is_sharded(tensor.source) else float(gradient._version)
+    return gradient, float(local_of(gradient).norm()) if is_sharded(tensor.source) else float(gradient._version)
 
 
 def announce_plan(
@@ -327,8 +328,8 @@ def announce_plan(
     for bucket, room, own in buckets:
         with traffic.waiting():
             room.wait()
-        inspect_(old_route.form(bucket), room.payloads_RB, room.findings_RW)
-        for found in read_findings(old_route.form(bucket), room.findings_RW.cpu(), own):
+        inspect_(old_route.forms(bucket), room.payloads_RB, room.findings_RW)
+        for found in read_findings(old_route.forms(bucket), room.findings_RW.cpu(), own):
             if isinstance(found, PayloadError):
                 raise found
             headers.append(found)

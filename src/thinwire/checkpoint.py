@@ -37,7 +37,8 @@ def identity(optimizer: "DeMo") -> dict[str, Any]:
 
 
 def _parts(optimizer: "DeMo") -> dict[int, dict[str, list[int]]]:
-    pairs = (pair for index, group in enumerate(optimizer.param_groups) for pair in specs_of(group, index))
+    shares = optimizer._company.dealing.shares
+    pairs = (pair for index, group in enumerate(optimizer.param_groups) for pair in specs_of(group, index, shares))
     parts: dict[int, dict[str, list[int]]] = {}
     for number, (spec, parameter) in enumerate(pairs):
         if parameter in optimizer.state:

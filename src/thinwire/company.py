@@ -11,12 +11,16 @@ from thinwire.attempt import Attempt, announce_plan
 from thinwire.core.errors import ThinwireError, check_float
 from thinwire.exchange.agreement import AllGather, hold_roll_call
 from thinwire.exchange.collective import is_distributed
+from thinwire.exchange.dealing import Dealing
+from thinwire.exchange.islands import divide
 from thinwire.exchange.plan import ExchangePlan, digest_of
-from thinwire.exchange.signed import choose_transport
+from thinwire.exchange.sharding import Island, find_island
 from thinwire.exchange.traffic import Traffic
 from thinwire.exchange.transport import Transport, metered
 from thinwire.gradients import check_own_gradients
 from thinwire.routes import Route
+from thinwire.shared_island import SharedIsland
+from thinwire.slabs import LocalTensor
 from thinwire.wire.payload import Header
 
 _log = logging.getLogger("thinwire")
@@ -24,7 +28,7 @@ _log = logging.getLogger("thinwire")
 
 class Company:
     """``process_group`` or ``transport`` leads to the others; with neither, the default group does, if there is one.
-    ``secret`` is the key that all have."""
+    ``secret`` is the key that all have. ``islands`` says which ranks are one replica together."""
 
     def __init__(
         self,
@@ -32,10 +36,13 @@ class Company:
         transport: Transport | None,
         timeout_seconds: float,
         secret: bytes | None,
+        islands: object = None,
     ) -> None:
         check_float("timeout_seconds", timeout_seconds, 1e-3)
         self.traffic = Traffic()
-        self.transport = choose_transport(transport, process_group, timeout_seconds, secret, self.traffic.setup)
+        ways = divide(islands, transport, process_group, timeout_seconds, secret, self.traffic.setup)
+        self.transport, self.inside = ways
+        self.dealing = Dealing(self.inside.rank, self.inside.num_ranks)
         self.refused: Counter[int] = Counter()
         self.received = ""
         """What all must have received at the last step, as a hash."""
@@ -65,6 +72,13 @@ class Company:
         """This replica's for a step. Alone, nobody compares digests."""
         digest = digest_of(() if self.is_alone else description)
         return Header(digest, step, self.transport.replica, 0, calls_meeting=calls_meeting)
+
+    def island_of(self, plan: ExchangePlan, tensors: Sequence[LocalTensor]) -> Island:
+        """The ranks that are one replica together, this one among them."""
+        if self.dealing.is_on:
+            return SharedIsland(self.inside, plan, tensors, self.traffic)
+        named = zip((spec.name for spec in plan.tensors), (local.source for local in tensors), strict=True)
+        return find_island(named, getattr(self.transport, "ranks", ()))
 
     def agree(self, plan: ExchangePlan, route: Route, description: Sequence[str]) -> None:
         """Compare descriptions with all replicas; raises on all of them if they differ."""

@@ -17,9 +17,11 @@ from thinwire.slabs import LocalTensor
 class Delay:
     """The attempt that is still under way, and how far the parameters run ahead. Without delay (0) there is never one."""
 
-    def __init__(self, num_steps: int, looks_ahead: bool) -> None:
+    def __init__(self, num_steps: int, looks_ahead: bool, has_islands: bool = False) -> None:
         if check_int("delay", num_steps, 0) > 1 or (check_bool("look_ahead", looks_ahead) and not num_steps):
             raise ValueError(f"delay={num_steps} must be 0 or 1, and look_ahead={looks_ahead} goes with delay=1 only")
+        if num_steps and has_islands:
+            raise ValueError(f"delay={num_steps} does not go with islands; leave one of them out")
         self.is_on, self._looks_ahead = num_steps == 1, looks_ahead
         self._anchors: list[Tensor] = []
         """The true parameters, while the model's run ahead."""

@@ -14,6 +14,7 @@ from thinwire.core.combine import Decoding
 from thinwire.core.errors import PayloadError, ThinwireError
 from thinwire.core.scratch import Scratch
 from thinwire.exchange.plan import Bucket, ExchangePlan, Stack
+from thinwire.exchange.sharding import Island
 from thinwire.exchange.transport import Pending
 from thinwire.fused import why_not
 from thinwire.sealing import empty_findings
@@ -76,9 +77,14 @@ class LocalStep:
     asked for, which not every backend can do."""
 
     def __init__(
-        self, plan: ExchangePlan, tensors: Sequence[LocalTensor], backend: str = "auto", decoding: Decoding = _USUAL
+        self,
+        plan: ExchangePlan,
+        tensors: Sequence[LocalTensor],
+        backend: str = "auto",
+        decoding: Decoding = _USUAL,
+        island: Island | None = None,
     ) -> None:
-        self.tensors, self._decoding = tensors, decoding
+        self.tensors, self._decoding, self.island = tensors, decoding, island or Island(())
         self._names = [spec.name for spec in plan.tensors]
         self.backends: set[str] = set()
         """Those in use."""
@@ -163,6 +169,10 @@ class LocalStep:
         devices = (self.tensors[index].parameter.device for index in bucket.tensors)
         return next(devices, self.tensors[0].parameter.device if self.tensors else torch.device("cpu"))
 
+    def ready_(self, bucket: Bucket) -> None:
+        """Bring the gradients of a bucket to what this rank works on, see `Island.ready_`."""
+        self.island.ready_(bucket, self.sources)
+
     def encode_(self, bucket: Bucket, groups: Sequence[GroupStep], encoding: Encoding) -> None:
         """Encode every stack of a bucket, see `StackStep.encode_`. Header and checksum are left to the caller."""
         for stack in bucket.stacks:
@@ -193,6 +203,7 @@ class LocalStep:
         verdict is against the step."""
         for stack in bucket.stacks:
             self.steps[stack].apply_(groups[stack.group], payloads_RB, decoding)
+        self.island.spread_(bucket)
 
     def set_verdict_(self, verdict: Verdict) -> None:
         """Decide from the host, which is known before the next launch runs."""

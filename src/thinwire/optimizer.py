@@ -14,33 +14,23 @@ from thinwire import checkpoint, planning
 from thinwire.attempt import Attempt
 from thinwire.company import Company
 from thinwire.core.combine import Decoding
-from thinwire.core.errors import (
-    ExchangeError,
-    ReceivedDifferentlyError,
-    ThinwireError,
-    check_bool,
-    check_choice,
-    check_int,
-)
+from thinwire.core.errors import ExchangeError, ReceivedDifferentlyError, ThinwireError, check_bool, check_choice, check_int
 from thinwire.delay import Delay
 from thinwire.drift import DriftCheck
 from thinwire.exchange.agreement import RECEIVED
-from thinwire.exchange.choice import OWNER, choose_exchange
+from thinwire.exchange.choice import OWNER, choose_exchange, islands_for
 from thinwire.exchange.plan import ExchangePlan
-from thinwire.exchange.sharding import find_island
 from thinwire.exchange.transport import Transport
 from thinwire.gradients import tell_trouble
 from thinwire.local_step import BACKENDS, LocalStep
 from thinwire.membership import make_alike, membership_of, try_step
-from thinwire.options import PUBLISHED_OPTIONS, check_group
+from thinwire.options import ON_BAD_PAYLOAD, ON_NONFINITE, PUBLISHED_OPTIONS, check_group
 from thinwire.overlap import Overlap, check_nothing_changed
 from thinwire.routes import make_route
 from thinwire.stack_step import GroupStep
 from thinwire.wire.payload import Header
 
 _log = logging.getLogger("thinwire")
-ON_NONFINITE = ("raise", "skip")
-ON_BAD_PAYLOAD = ("drop", "raise")
 DEFAULT_DENSE_BELOW = 4096
 DEFAULT_OVERLAPPED_BUCKETS = 8
 
@@ -79,10 +69,13 @@ class DeMo(Optimizer):
         check_drift_every: steps between checks that all replicas hold the same parameters; 0: none.
         on_drift: ``raise`` if they do not, ``warn``, or ``repair`` by copying what most of them hold.
         exchange: ``all_gather`` brings everyone's payload to everyone; with ``owner`` each replica combines a part of the
-            chunks for all, and what is received does not grow with their number; ``auto`` is ``owner`` from 8 replicas on.
+            chunks for all, and what is received does not grow with their number; ``hierarchical`` is an all-gather between
+            ``islands``, by default ``hosts``; ``auto`` is ``owner`` from 8 replicas, or islands, on.
         owner_topk: coefficients that owners keep per full chunk; twice ``topk`` unless it is given.
         process_group: the replicas; the default group if `torch.distributed` is initialised, else one replica.
         transport: any other way to reach the replicas, e.g. `thinwire.exchange.loopback`; excludes ``process_group``.
+        islands: ranks that are one replica together: they average their gradients in full and share the work, and islands
+            exchange with islands. A number of consecutive ranks, a 2-D DeviceMesh (between islands, inside), or ``hosts``.
         secret: a key of at least 16 bytes, the same on all replicas, with which all that they send is signed.
         sync_parameters: start from replica 0's parameters.
         timeout_seconds: the longest wait for another replica.
@@ -126,6 +119,7 @@ class DeMo(Optimizer):
         owner_topk: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         transport: Transport | None = None,
+        islands: Any = None,
         secret: bytes | None = None,
         sync_parameters: bool = True,
         timeout_seconds: float = 300.0,
@@ -143,7 +137,7 @@ class DeMo(Optimizer):
         default_buckets = DEFAULT_OVERLAPPED_BUCKETS if overlap else 1
         self._num_buckets = default_buckets if num_buckets is None else check_int("num_buckets", num_buckets, 1)
         self._overlap: Overlap | None = None
-        self._delay = Delay(delay, look_ahead)
+        self._delay = Delay(delay, look_ahead, islands_for(exchange, islands) is not None)
         self.drift = DriftCheck(check_drift_every, on_drift)
         self._backend = check_choice("backend", backend, BACKENDS)
         group_options: dict[str, Any] = {"lr": lr, "momentum_decay": momentum_decay, "chunk": chunk, "topk": topk}
@@ -156,12 +150,14 @@ class DeMo(Optimizer):
         self._num_skipped_steps = 0
         self._unsettled: Attempt | None = None
         self._turn, self._timeout_seconds = 0, timeout_seconds
-        self._company = Company(process_group, transport, timeout_seconds, secret)
+        self._company = Company(process_group, transport, timeout_seconds, secret, islands_for(exchange, islands))
         self._transport, self.traffic = self._company.transport, self._company.traffic
         self.refused_payloads = self._company.refused
         """How many payloads of which replica did not count."""
         self.membership = membership_of(self._transport, delay)
-        self.exchange = choose_exchange(exchange, self.num_replicas, delay, self.membership.can_change)
+        self.exchange = choose_exchange(
+            exchange, self._company.dealing.is_on, self.num_replicas, delay, self.membership.can_change
+        )
         """What ``exchange`` came to."""
         self._owner_topk = None if owner_topk is None else check_int("owner_topk", owner_topk, 1)
         self._is_ready = True
@@ -349,7 +345,10 @@ class DeMo(Optimizer):
         """Compare the parameters of all replicas; collective. Whether they are the same; if not, do as ``policy`` says,
         ``on_drift`` unless it is given."""
         wires = (self._transport, self._company.all_gather, self.island)
-        return self.drift.run(self._local.replicated(), self.num_steps, *wires, policy)
+        is_same = self.drift.run(self._local.replicated(), self.num_steps, *wires, policy)
+        for bucket in () if is_same else self._plan.buckets:
+            self.island.spread_(bucket)  # what was repaired
+        return is_same
 
     def _begin_early(self) -> Attempt | None:
         """The attempt of the step to come, during backward; None if something has changed that `step()` must see to."""
@@ -384,6 +383,7 @@ class DeMo(Optimizer):
         own = (self._route, rooms, self._local, groups, header, description)
         attempt = Attempt(*own, self._transport, self.traffic, *options)
         self.membership.begin(attempt)
+        self.island.begin(self._description, self._from_scaler("grad_scale"))
         return attempt
 
     def _header(self) -> tuple[Header, list[str]]:
@@ -394,7 +394,8 @@ class DeMo(Optimizer):
         return self._company.header(description, number, self.membership.calls_meeting), description
 
     def _group_step(self, group: dict[str, Any]) -> GroupStep:
-        return planning.group_step(group, self._from_scaler("grad_scale"), self._delay.num_under_way)
+        scaled = (self._from_scaler("grad_scale"), self._delay.num_under_way, self.island.unscales)
+        return planning.group_step(group, *scaled)
 
     def _from_scaler(self, name: str) -> float | None:
         """What a GradScaler has set on this optimizer for the time of one step()."""
@@ -416,9 +417,11 @@ class DeMo(Optimizer):
 
     def _agree_and_synchronise(self, groups: list[dict[str, Any]]) -> None:
         """Compare descriptions with all replicas, then take over replica 0's parameters."""
-        self._company.agree(self._plan, self._route, self._description())
-        if self.num_replicas > 1 and self._sync_parameters:
-            planning.copy_first_parameters(groups, self._transport, self.traffic.setup)
+        with self.island.told_early():
+            self._company.agree(self._plan, self._route, self._description())
+        self.island.agree(self._description)
+        if self._sync_parameters:
+            planning.copy_first_parameters(groups, self._transport, self._company.inside, self.traffic.setup)
 
     # Plan and state.
 
@@ -440,6 +443,8 @@ class DeMo(Optimizer):
         except Exception:
             for parameter in self.param_groups.pop()["params"]:
                 self.state.pop(parameter, None)
+                if self._is_ready:
+                    self._company.dealing.shares.pop(parameter, None)
             if self._is_ready:
                 self._rebuild()
             raise
@@ -453,20 +458,19 @@ class DeMo(Optimizer):
 
     def _rebuild(self) -> None:
         """Make plan and state anew."""
-        place = (self.replica, self.num_replicas, self._decoding.combine)
-        owning = planning.Owning(self._owner_topk, *place) if self.exchange == OWNER else None
-        self._plan, tensors = planning.plan_and_tensors(self.param_groups, self.state, self._num_buckets, owning)
-        self._local = LocalStep(self._plan, tensors, self._backend, self._decoding)
-        wires = (self._transport, self.traffic, self._backend, self._decoding, self._on_bad_payload == "drop")
-        self._route = make_route(self._plan, self._local, *wires)
+        owning = planning.Owning(self._owner_topk, self.replica, self.num_replicas, self._decoding.combine)
+        dealt = (self._num_buckets, self._company.dealing, owning if self.exchange == OWNER else None)
+        self._plan, tensors = planning.plan_and_tensors(self.param_groups, self.state, *dealt)
+        self.island = self._company.island_of(self._plan, tensors)
+        self._local = LocalStep(self._plan, tensors, self._backend, self._decoding, self.island)
+        how = (self._backend, self._decoding, self._on_bad_payload == "drop")
+        self._route = make_route(self._plan, self._local, self._transport, self.traffic, *how)
         self._planned_signature = planning.signature_of(self.param_groups, self.state)
-        named = zip((spec.name for spec in self._plan.tensors), self._local.sources, strict=True)
-        self.island = find_island(named, getattr(self._transport, "ranks", ()))
         if self._overlap is not None:
             self._overlap.remove()
             self._overlap = None
         if self._overlaps and (self.num_replicas > 1 or self.membership.can_change):
-            self._overlap = Overlap(self._plan, self._local.sources, WeakMethod(self._begin_early))
+            self._overlap = Overlap(self._plan, self._local.sources, WeakMethod(self._begin_early), self.island)
 
     # Checkpoints.
 

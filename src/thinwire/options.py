@@ -32,6 +32,8 @@ PUBLISHED_OPTIONS: dict[str, Any] = {
     "combine": "mean_over_senders",
     "exact_decode": False,
 }
+ON_NONFINITE = ("raise", "skip")
+ON_BAD_PAYLOAD = ("drop", "raise")
 # What torch, its schedulers and its checkpoints keep in a group, besides the options.
 _FOREIGN_KEYS = frozenset({"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "num_steps"})
 # Options of other optimizers, which would be ignored in silence.

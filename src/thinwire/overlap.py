@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from thinwire.attempt import Attempt
 from thinwire.core.errors import ThinwireError
 from thinwire.exchange.plan import ExchangePlan
-from thinwire.exchange.sharding import local_of
+from thinwire.exchange.sharding import Island, local_of
 
 _REMEDY = (
     "call backward inside `with optimizer.accumulate():` for all but the last time before step(), and every time if "
@@ -26,13 +26,17 @@ _REMEDY = (
 
 class Overlap:
     """Hooks on the parameters of a plan. ``begin`` makes the attempt of the step to come, or None if that must wait for
-    `step()`; it is held weakly, since parameters may live longer than the optimizer."""
+    `step()`; it and ``island`` are held weakly, since parameters may live longer than the optimizer."""
 
     def __init__(
-        self, plan: ExchangePlan, parameters: Sequence[Tensor], begin: "WeakMethod[Callable[[], Attempt | None]]"
+        self,
+        plan: ExchangePlan,
+        parameters: Sequence[Tensor],
+        begin: "WeakMethod[Callable[[], Attempt | None]]",
+        island: Island,
     ) -> None:
-        self._plan, self._begin = plan, begin
-        self._bucket_of = {tensor: bucket.index for bucket in plan.buckets for tensor in bucket.tensors}
+        self._plan, self._begin, self._island = plan, begin, ref(island)
+        self._bucket_of = {tensor: bucket.index for bucket in plan.buckets for tensor in bucket.members}
         self._handles = []
         for index, parameter in enumerate(parameters):
             if index in self._bucket_of:
@@ -67,14 +71,14 @@ class Overlap:
     @torch.no_grad()
     def _arrived(self, tensor: int, parameter: Tensor) -> None:
         """The gradient of a tensor is there."""
-        begin = self._begin()
-        if self._is_left_to_step or begin is None:
+        begin, island = self._begin(), self._island()
+        if self._is_left_to_step or begin is None or island is None:
             return
-        with self._turn:
+        with self._turn, island.told_early():
             if self._attempt is None:
                 self._attempt = begin()
                 self._is_left_to_step = self._attempt is None
-                self._missing = [set(bucket.tensors) for bucket in self._plan.buckets]
+                self._missing = [set(bucket.members) for bucket in self._plan.buckets]
                 self._arrivals.clear()
             if self._attempt is not None:
                 if parameter.is_cuda:

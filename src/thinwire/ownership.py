@@ -14,8 +14,7 @@ from torch import Tensor
 from thinwire.core.combine import Decoding, combine
 from thinwire.core.robust import clip_factors, squared_norm, squares_by_exponent
 from thinwire.core.selection import select_topk, subtract_sent_
-from thinwire.exchange.plan import Stack, stack_records
-from thinwire.exchange.slices import Run, owned_chunks
+from thinwire.exchange.plan import Records, Stack, stack_records
 from thinwire.wire.codec import ChunkCodec
 
 # Bounds what a step takes beside the residual.
@@ -31,9 +30,9 @@ class Place:
     num_chunks: int
 
 
-def places(stack: Stack, owner: int, num_owners: int) -> list[Place]:
-    """What a replica owns of each tensor of a stack, in order; it may be nothing."""
-    owned, found = owned_chunks(stack.num_chunks, owner, num_owners), []
+def places(stack: Stack, owned: range) -> list[Place]:
+    """What of each tensor of a stack these chunks are, in order; it may be nothing."""
+    found = []
     for entry in stack.entries:
         end = entry.first_chunk + entry.layout.num_chunks
         first, stop = max(owned.start, entry.first_chunk), min(owned.stop, end)
@@ -68,7 +67,7 @@ def folded(momentum_CE: Tensor, state: Mapping[str, Any], codec: ChunkCodec, com
 class OwnedStack:
     """The chunks of one stack that this replica owns. ``residuals`` are their tensors' (C, E), in the order of the stack."""
 
-    def __init__(self, run: Run, answer_run: Run, residuals: Sequence[Tensor]) -> None:
+    def __init__(self, run: Records, answer_run: Records, residuals: Sequence[Tensor]) -> None:
         self._run, self._answer_run = run, answer_run
         self._residuals = residuals
         self._num_chunks = sum(map(len, residuals))
@@ -78,7 +77,7 @@ class OwnedStack:
         """Combine the slices of all that count, and write the strongest into the answer; `commit_` or `drop` follows."""
         if not self._num_chunks:
             return
-        records_SCB = stack_records(slices_SB, self._run)[:, : self._num_chunks]
+        records_SCB = stack_records(slices_SB, self._run)
         answers_CB = stack_records(answer_B, self._answer_run)
         after_CE = torch.cat(list(self._residuals))
         at_once = max(1, _ELEMENTS_AT_ONCE // after_CE.shape[1])

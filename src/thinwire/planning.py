@@ -1,7 +1,8 @@
 """From parameter groups and optimizer state to what is trained: plan, tensors with their state, and both in words."""
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -9,8 +10,11 @@ from torch import Tensor
 
 from thinwire.core.layout import empty_momentum, matrix_shape
 from thinwire.core.update_rules import UPDATE_RULES, Hyper
-from thinwire.exchange.plan import ExchangePlan, TensorSpec, make_plan, with_owners
-from thinwire.exchange.sharding import local_of, part_of
+from thinwire.exchange.dealing import Dealing, Rows, Share
+from thinwire.exchange.inside import Inside
+from thinwire.exchange.plan import ExchangePlan, Stack, TensorSpec, lay_out, split_into_buckets, with_owners
+from thinwire.exchange.sharding import is_sharded, local_of, part_of
+from thinwire.exchange.slices import deal
 from thinwire.exchange.traffic import Count
 from thinwire.exchange.transport import Transport, bytes_on_wire
 from thinwire.options import MOMENTUM_DTYPES, check_parameter, coding_of, lr_of, settings_lines
@@ -21,13 +25,17 @@ from thinwire.wire.payload import Problem
 
 Group = dict[str, Any]
 State = MutableMapping[Tensor, dict[str, Any]]
+_NO_SHARES: Mapping[Tensor, Share] = MappingProxyType({})
 
 
-def specs_of(group: Group, index: int) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """The parameters of a group, in order."""
+def specs_of(group: Group, index: int, shares: Mapping[Tensor, Share] = _NO_SHARES) -> Iterator[tuple[TensorSpec, Tensor]]:
+    """The parameters of a group, in order; of those in ``shares``, this rank's share."""
     names = group.get("param_names") or [f"parameter {place} of group {index}" for place in range(len(group["params"]))]
     for name, parameter in zip(names, group["params"], strict=True):
-        yield TensorSpec(name, tuple(local_of(parameter).shape), str(parameter.dtype), index, part_of(parameter)), parameter
+        shape, part = tuple(local_of(parameter).shape), part_of(parameter)
+        if parameter in shares:
+            shape, part = shares[parameter].shape_of(shape), shares[parameter].part_of(shape)
+        yield TensorSpec(name, shape, str(parameter.dtype), index, part), parameter
 
 
 def signature_of(groups: Sequence[Group], state: State) -> list[object]:
@@ -54,21 +62,34 @@ class Owning(NamedTuple):
 
 
 def plan_and_tensors(
-    groups: Sequence[Group], state: State, num_buckets: int, owning: Owning | None = None
+    groups: Sequence[Group], state: State, num_buckets: int, dealing: Dealing, owning: Owning | None = None
 ) -> tuple[ExchangePlan, list[LocalTensor]]:
     """The plan, and every parameter that takes part with its state, which is made where there is none yet."""
-    everything = [pair for index, group in enumerate(groups) for pair in specs_of(group, index)]
-    trained = [(spec, parameter) for spec, parameter in everything if parameter.requires_grad]
-    plan = make_plan([spec for spec, _ in trained], [coding_of(group) for group in groups], num_buckets)
+    codings = [coding_of(group) for group in groups]
+    trained = _trained(groups, {})
+    buckets = split_into_buckets([spec for spec, _ in trained], codings, num_buckets)
+    if dealing.is_on:
+        dealing.deal_(buckets, [(parameter, _rows(spec, parameter, groups)) for spec, parameter in trained])
+        trained = _trained(groups, dealing.shares)
+    plan = lay_out([spec for spec, _ in trained], codings, buckets, dealing.is_on)
     tensors = []
     for index, (spec, parameter) in enumerate(trained):
         check_parameter(parameter, spec.name)
         _check_whole_matrices(spec, groups[spec.group])
-        tensors.append(_local_tensor(plan, index, parameter, groups[spec.group], state[parameter]))
+        share = dealing.shares.get(parameter)
+        tensors.append(_local_tensor(plan, index, parameter, groups[spec.group], state[parameter], share))
     if owning is not None:
         plan = with_owners(plan, owning.topk)
         _own(plan, tensors, [state[parameter] for _, parameter in trained], owning)
     return plan, tensors
+
+
+def owned_stacks(plan: ExchangePlan, owning: Owning) -> Iterator[tuple[Stack, range]]:
+    """Which chunks of each stack a replica owns. Alone, it owns none: there is nobody to send for."""
+    for bucket in plan.buckets:
+        mine = deal(bucket, owning.num_replicas)[owning.replica]
+        for stack, chunks in zip(bucket.stacks, mine, strict=True):
+            yield stack, chunks if owning.num_replicas > 1 else range(0)
 
 
 def _own(plan: ExchangePlan, tensors: list[LocalTensor], states: Sequence[dict[str, Any]], owning: Owning) -> None:
@@ -77,10 +98,10 @@ def _own(plan: ExchangePlan, tensors: list[LocalTensor], states: Sequence[dict[s
     for state in states:  # the same keys on all ranks, also where a shard is empty
         state.setdefault(RESIDUAL, torch.zeros(0, state["momentum"].shape[1]))
         state.setdefault(FIRST, torch.tensor(0))
-    for stack in (stack for bucket in plan.buckets for stack in bucket.stacks):
-        for place in places(stack, owning.replica, owning.num_replicas):
+    for stack, mine in owned_stacks(plan, owning):
+        for place in places(stack, mine):
             local, state = tensors[place.tensor], states[place.tensor]
-            wanted = (place.num_chunks if owning.num_replicas > 1 else 0, stack.codec.num_elements)
+            wanted = (place.num_chunks, stack.codec.num_elements)
             is_same = state[RESIDUAL].shape == wanted and int(state[FIRST]) == place.first
             if not is_same:
                 local.momentum_CE.copy_(folded(local.momentum_CE, state, stack.codec, owning.combine, owning.num_replicas))
@@ -89,9 +110,25 @@ def _own(plan: ExchangePlan, tensors: list[LocalTensor], states: Sequence[dict[s
             tensors[place.tensor] = replace(local, owned_CE=state[RESIDUAL])
 
 
+def _trained(groups: Sequence[Group], shares: Mapping[Tensor, Share]) -> list[tuple[TensorSpec, Tensor]]:
+    pairs = (pair for index, group in enumerate(groups) for pair in specs_of(group, index, shares))
+    return [(spec, parameter) for spec, parameter in pairs if parameter.requires_grad]
+
+
+def _rows(spec: TensorSpec, parameter: Tensor, groups: Sequence[Group]) -> Rows:
+    """How a parameter may be dealt out to the ranks of an island, which all hold it."""
+    if is_sharded(parameter):
+        raise ValueError(
+            f"{spec.name} is a DTensor: its shards are the ranks' shares already, so leave islands out, and pass the group "
+            "between replicas as process_group (thinwire.parallel.sharded.distribute does so)"
+        )
+    group = groups[spec.group]
+    return Rows.of(spec.shape, coding_of(group), UPDATE_RULES[group["update"]].whole_matrices)
+
+
 def _check_whole_matrices(spec: TensorSpec, group: Group) -> None:
     """Refuse a rule on whole matrices where this rank has only a piece of them."""
-    if spec.part is None or not UPDATE_RULES[group["update"]].whole_matrices:
+    if spec.part is None or 0 in spec.shape or not UPDATE_RULES[group["update"]].whole_matrices:
         return
     whole, chunk = spec.part.whole_shape, group["chunk"]
     if len(whole) < 2 or matrix_shape(whole, chunk)[1:] != matrix_shape(spec.shape, chunk)[1:]:
@@ -101,7 +138,9 @@ def _check_whole_matrices(spec: TensorSpec, group: Group) -> None:
         )
 
 
-def _local_tensor(plan: ExchangePlan, index: int, parameter: Tensor, group: Group, state: dict[str, Any]) -> LocalTensor:
+def _local_tensor(
+    plan: ExchangePlan, index: int, parameter: Tensor, group: Group, state: dict[str, Any], share: Share | None
+) -> LocalTensor:
     layout, device = plan.layout_of(index), local_of(parameter).device
     momentum, dtype = state.get("momentum"), MOMENTUM_DTYPES[group["momentum_dtype"]]
     if momentum is None:
@@ -112,7 +151,7 @@ def _local_tensor(plan: ExchangePlan, index: int, parameter: Tensor, group: Grou
             "dense_below cannot change during training"
         )
     state["momentum"] = momentum.to(dtype=dtype, device=device).contiguous()
-    local = LocalTensor(parameter, state["momentum"])
+    local = LocalTensor(parameter, state["momentum"], share=share)
     for name in UPDATE_RULES[group["update"]].state_names:
         tensor = state.get(name, torch.zeros(local.parameter.shape, device="cpu"))
         state[name] = tensor.to(dtype=local.compute_dtype, device=device).contiguous()
@@ -129,10 +168,11 @@ def check_members(group: Group, index: int) -> None:
             check_parameter(parameter, spec.name)
 
 
-def group_step(group: Group, grad_scale: float | None, num_under_way: int) -> GroupStep:
-    """What a group does at the step to come; gradients are larger by ``grad_scale``, if a GradScaler says so."""
+def group_step(group: Group, grad_scale: float | None, num_under_way: int, is_unscaled: bool = False) -> GroupStep:
+    """What a group does at the step to come; gradients are larger by ``grad_scale``, if a GradScaler says so and the island
+    has not taken that out."""
     lr = float(lr_of(group))  # type: ignore[arg-type]
-    scale = (lr if group["lr_in_momentum"] else 1.0) / (grad_scale or 1.0)
+    scale = (lr if group["lr_in_momentum"] else 1.0) / (1.0 if is_unscaled else grad_scale or 1.0)
     return GroupStep(
         decay=group["momentum_decay"],
         gradient_scale=-scale if group["maximize"] else scale,
@@ -144,13 +184,16 @@ def group_step(group: Group, grad_scale: float | None, num_under_way: int) -> Gr
     )
 
 
-def copy_first_parameters(groups: Sequence[Group], transport: Transport, setup: Count) -> None:
-    """Overwrite every parameter with replica 0's."""
+def copy_first_parameters(groups: Sequence[Group], transport: Transport, inside: Inside, setup: Count) -> None:
+    """Overwrite every parameter with replica 0's; into an island it comes once, and goes from there to all of its ranks."""
     for parameter in (parameter for group in groups for parameter in group["params"]):
         local = local_of(parameter).data
         if local.numel() and local.layout == torch.strided:
-            setup.add(bytes_on_wire(transport, local.numel() * local.element_size()), transport.num_replicas)
-            transport.broadcast_(local, "first copy of replica 0's parameters")
+            if inside.rank == 0 and transport.num_replicas > 1:
+                setup.add(bytes_on_wire(transport, local.numel() * local.element_size()), transport.num_replicas)
+                transport.broadcast_(local, "first copy of replica 0's parameters")
+            if inside.num_ranks > 1:
+                inside.broadcast_(local, "first copy of the parameters inside the island")
 
 
 def describe(plan: ExchangePlan, groups: Sequence[Group], facts: dict[str, object]) -> list[str]:

@@ -17,7 +17,7 @@ from thinwire.core.layout import ChunkLayout, Part, bands_of, crop_to_rows, plan
 from thinwire.core.scratch import Scratch
 from thinwire.core.transform import forward, inverse_
 from thinwire.core.update_rules import UPDATE_RULES
-from thinwire.exchange.plan import Coding
+from thinwire.exchange.plan import Coding, TensorSpec
 from thinwire.optimizer import DeMo
 from thinwire.options import MOMENTUM_DTYPES, coding_of
 from thinwire.ownership import folded
@@ -97,16 +97,17 @@ class _Cut:
 
 
 def _cut(shape: Sequence[int], part: Part | None, group: dict[str, Any]) -> _Cut:
-    layout = plan_layout(tuple(shape), group["chunk"], group["dense_below"], group["layout"], part)
-    whole, offset = (tuple(shape), (0,) * len(shape)) if part is None else (part.whole_shape, part.offset)
-    return _Cut(tuple(shape), whole, offset, layout, coding_of(group))
+    shape = tuple(shape) or (1,)  # a scalar may lie on one rank of an island, and then the others have none of it
+    layout = plan_layout(shape, group["chunk"], group["dense_below"], group["layout"], part)
+    whole, offset = (shape, (0,) * len(shape)) if part is None else (part.whole_shape, part.offset)
+    return _Cut(shape, whole, offset, layout, coding_of(group))
 
 
 class _Piece:
     """What one rank wants of a parameter's state, as far as it has been found."""
 
-    def __init__(self, name: str, cut: _Cut, group: dict[str, Any], dtype: torch.dtype, is_frozen: bool) -> None:
-        self.name, self.cut, self.is_frozen = name, cut, is_frozen
+    def __init__(self, spec: TensorSpec, cut: _Cut, group: dict[str, Any], dtype: torch.dtype, is_frozen: bool) -> None:
+        self.name, self.cut, self.is_frozen, self._shape = spec.name, cut, is_frozen, spec.shape
         self._momentum_dtype = MOMENTUM_DTYPES[group["momentum_dtype"]]
         self.momentum_CE = torch.zeros(cut.layout.num_chunks, cut.layout.num_elements, dtype=torch.float64)
         compute_dtype = torch.promote_types(dtype, torch.float32)
@@ -131,16 +132,17 @@ class _Piece:
 
     def state(self) -> dict[str, Tensor]:
         """As the optimizer keeps it."""
-        return {"momentum": self.momentum_CE.to(self._momentum_dtype), **self.rule_state}
+        rule_state = {name: tensor.view(self._shape) for name, tensor in self.rule_state.items()}
+        return {"momentum": self.momentum_CE.to(self._momentum_dtype), **rule_state}
 
 
 def _wanted(optimizer: DeMo) -> dict[int, _Piece]:
     pieces, first = {}, 0
     for number, group in enumerate(optimizer.param_groups):
-        for index, (spec, parameter) in enumerate(specs_of(group, number), first):
+        for index, (spec, parameter) in enumerate(specs_of(group, number, optimizer._company.dealing.shares), first):
             # What is frozen now may have been trained before, and may be again.
             is_frozen, cut = parameter not in optimizer.state, _cut(spec.shape, spec.part, group)
-            pieces[index] = _Piece(spec.name, cut, group, parameter.dtype, is_frozen)
+            pieces[index] = _Piece(spec, cut, group, parameter.dtype, is_frozen)
         first += len(group["params"])
     return pieces
 
@@ -178,13 +180,11 @@ def _take(piece: _Piece, theirs: _Cut, state: dict[str, Tensor], replica: int, s
         raise CheckpointError(
             f"the checkpoint's {piece.name} is {theirs.whole_shape}, this model's is {piece.cut.whole_shape}"
         )
-    if (replica, theirs.offset) in piece.seen:
-        return
-    piece.seen.add((replica, theirs.offset))
     here, there = piece.cut.overlap(theirs), theirs.overlap(piece.cut)
     num_shared = torch.Size([place.stop - place.start for place in here]).numel()
-    if num_shared == 0:
+    if num_shared == 0 or (replica, theirs.offset) in piece.seen:
         return
+    piece.seen.add((replica, theirs.offset))
     piece.num_found[replica] = piece.num_found.get(replica, 0) + num_shared
     if share:
         momentum_CE = state["momentum"].double()

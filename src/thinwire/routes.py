@@ -13,9 +13,9 @@ from typing import Protocol
 from torch import Tensor
 
 from thinwire.core.combine import Decoding
-from thinwire.core.errors import ExchangeError, PayloadError
+from thinwire.core.errors import ExchangeError, PayloadError, ThinwireError
 from thinwire.exchange.plan import Bucket, ExchangePlan, Message
-from thinwire.exchange.slices import Slice, clear_, join_, slice_of, split_
+from thinwire.exchange.slices import Slice, clear_, deal, join_, slices_of, split_
 from thinwire.exchange.traffic import Traffic
 from thinwire.exchange.transport import Transport, bytes_on_wire
 from thinwire.local_step import Encoding, LocalStep
@@ -38,7 +38,7 @@ class Route(Protocol):
         """Those of the plan."""
         ...
 
-    def form(self, bucket: Bucket) -> Message:
+    def forms(self, bucket: Bucket) -> Sequence[Message]:
         """What `Encoding.payloads_RB` holds a row of from each replica."""
         ...
 
@@ -79,9 +79,9 @@ class Gather:
         self.buckets: Sequence[Bucket] = plan.buckets
         self._local, self._transport, self._traffic = local, transport, traffic
 
-    def form(self, bucket: Bucket) -> Message:
+    def forms(self, bucket: Bucket) -> Sequence[Message]:
         """See `Route`."""
-        return bucket
+        return [bucket] * self._transport.num_replicas
 
     def room(self, bucket: Bucket) -> Encoding:
         """See `Route`."""
@@ -154,27 +154,29 @@ class Owners:
         self._transport, self._traffic, self._decoding, self._drops = transport, traffic, decoding, drops
         # Where replicas come and go, the transport's numbers change before the last attempt is settled.
         self._owner, self._num_owners = transport.replica, transport.num_replicas
-        self._owned = {bucket.index: self._owned_stacks(bucket) for bucket in plan.buckets}
+        self._dealt = [deal(bucket, self._num_owners) for bucket in plan.buckets]
+        self._slices = [slices_of(*pair) for pair in zip(plan.buckets, self._dealt, strict=True)]
+        self._forms = [slices_of(*pair) for pair in zip(self._answers, self._dealt, strict=True)]
+        self._owned = [self._owned_stacks(bucket) for bucket in plan.buckets]
 
     def _owned_stacks(self, bucket: Bucket) -> list[OwnedStack]:
+        chunks = self._dealt[bucket.index][self._owner]
+        runs, answers = self._slices[bucket.index][self._owner].stacks, self._forms[bucket.index][self._owner].stacks
         found = []
-        for stack, run, answer_run in zip(bucket.stacks, self._slice(bucket).stacks, self.form(bucket).stacks, strict=True):
-            mine = [self._local.tensors[place.tensor].owned_CE for place in places(stack, self._owner, self._num_owners)]
-            found.append(OwnedStack(run, answer_run, mine))
+        for stack, mine, run, answer in zip(bucket.stacks, chunks, runs, answers, strict=True):
+            residuals = [self._local.tensors[place.tensor].owned_CE for place in places(stack, mine)]
+            found.append(OwnedStack(run, answer, residuals))
         return found
 
-    def _slice(self, bucket: Bucket) -> Slice:
-        return slice_of(bucket, self._num_owners)
-
-    def form(self, bucket: Bucket) -> Slice:
+    def forms(self, bucket: Bucket) -> Sequence[Slice]:
         """See `Route`."""
-        return slice_of(self._answers[bucket.index], self._num_owners)
+        return self._forms[bucket.index]
 
     def room(self, bucket: Bucket) -> OwnerRoom:
         """See `Route`."""
         own_B = self._local.empty(bucket).payload_B
-        answers_RB = own_B.new_zeros(self._num_owners, self.form(bucket).payload_bytes)
-        slices_RB = own_B.new_zeros(self._num_owners, self._slice(bucket).payload_bytes)
+        answers_RB = own_B.new_zeros(self._num_owners, self._forms[bucket.index][0].payload_bytes)
+        slices_RB = own_B.new_zeros(self._num_owners, self._slices[bucket.index][0].payload_bytes)
         findings_RW = empty_findings(bucket, self._num_owners, own_B.device)
         return OwnerRoom(
             answers_RB,
@@ -191,7 +193,7 @@ class Owners:
         """See `Route`."""
         assert isinstance(room, OwnerRoom)
         room.has_answered = False
-        split_(room.own_B, bucket, room.sent_RB)
+        split_(room.own_B, bucket, self._dealt[bucket.index], room.sent_RB)
         room.sent_RB[:, :HEADER_BYTES] = room.own_B[:HEADER_BYTES]
         seal_(room.sent_RB, fused=False)
         self._traffic.add_rows(bytes_on_wire(self._transport, room.sent_RB.shape[1]), self._num_owners)
@@ -206,35 +208,46 @@ class Owners:
             room.wait()
         with self._traffic.applying():
             answer_B = room.payloads_RB[room.replica]
-            takes_step = not header.gave_up and not header.trouble.problem
-            slices_SB = self._sound_slices(bucket, room, header) if takes_step else None
-            open_(answer_B, replace(header, gave_up=header.gave_up or room.failure is not None))
-            if slices_SB is not None:
-                clear_(answer_B, self.form(bucket))
+            header, senders = self._judge(bucket, room, header)
+            open_(answer_B, header)
+            if not header.gave_up and not header.trouble.problem:
+                clear_(answer_B, self._forms[bucket.index][self._owner])
                 for owned in self._owned[bucket.index]:
-                    owned.answer_(slices_SB, self._decoding, answer_B)
+                    owned.answer_(room.received_RB[senders], self._decoding, answer_B)
             seal_(answer_B, fused=False)
         self._traffic.add(bytes_on_wire(self._transport, len(answer_B)), self._num_owners)
         room.pending.append(self._transport.start_all_gather_(room.payloads_RB, f"{name_of(header)}, answers"))
         room.has_answered = True
 
-    def _sound_slices(self, bucket: Bucket, room: OwnerRoom, header: Header) -> Tensor | None:
-        """Of those that take the step with this replica; if someone does not, all will know it from the answers. None if
-        this replica must give it up."""
-        form, counted = self._slice(bucket), []
-        findings_RW = empty_findings(form, len(room.received_RB), room.received_RB.device)
-        inspect_(form, room.received_RB, findings_RW, self._local.is_fused)
-        for sender, found in enumerate(read_findings(form, findings_RW.cpu(), header)):
+    def _judge(self, bucket: Bucket, room: OwnerRoom, header: Header) -> tuple[Header, list[int]]:
+        """This replica's header for its answer, and whose slices count: those of all that take the step with it. If someone
+        does not, all will know it from the answers."""
+        if header.gave_up:
+            return header, []
+        forms, senders = [self._slices[bucket.index][self._owner]] * self._num_owners, []
+        findings_RW = empty_findings(bucket, self._num_owners, room.received_RB.device)
+        inspect_(forms, room.received_RB, findings_RW, self._local.is_fused)
+        for sender, found in enumerate(read_findings(forms, findings_RW.cpu(), header)):
             if isinstance(found, PayloadError):
                 room.left_out[sender] = found
+            elif sender == self._owner:
+                header = replace(header, trouble=found.trouble)  # the kernels may have found it while they encoded
+                senders.append(sender)
             elif found.digest == header.digest and not found.gave_up and not found.trouble.problem:
-                counted.append(sender)
-        if room.left_out and not self._drops:
-            room.failure = next(iter(room.left_out.values()))
-        elif len(room.left_out) >= max(1, len(room.received_RB) - 1):
-            words = f"step {header.step}: no slice of another replica is sound; is this one's own network at fault?"
-            room.failure = ExchangeError(f"{words} ({next(iter(room.left_out.values()))})")
-        return room.received_RB[counted] if room.failure is None else None
+                senders.append(sender)
+        room.failure = self._failure(room, header)
+        return replace(header, gave_up=room.failure is not None), senders
+
+    def _failure(self, room: OwnerRoom, header: Header) -> ThinwireError | None:
+        """Why this replica cannot answer for its chunks, if it cannot."""
+        first = next(iter(room.left_out.values()), None)
+        if first is None or (self._drops and len(room.left_out) < self._num_owners - 1):
+            return None
+        if not self._drops:
+            return first
+        return ExchangeError(
+            f"step {header.step}: no slice of another replica is sound; is this one's own network at fault? ({first})"
+        )
 
     def apply_(
         self, bucket: Bucket, groups: Sequence[GroupStep], room: Encoding, refused: Collection[int], decoding: Decoding
@@ -242,9 +255,9 @@ class Owners:
         """See `Route`. What was sent to an owner whose answer does not count returns to the momentum."""
         assert isinstance(room, OwnerRoom)
         for owner in refused:
-            clear_(room.payloads_RB[owner], self.form(bucket))
+            clear_(room.payloads_RB[owner], self._forms[bucket.index][owner])
         answers = self._answers[bucket.index]
-        join_(room.payloads_RB, answers, room.joined_B)
+        join_(room.payloads_RB, answers, self._dealt[bucket.index], room.joined_B)
         if refused:
             self._return_slices_(bucket, room, refused)
         self._answering.apply_(answers, groups, room.joined_B[None], for_answers(decoding))
@@ -252,11 +265,10 @@ class Owners:
             owned.commit_()
 
     def _return_slices_(self, bucket: Bucket, room: OwnerRoom, owners: Collection[int]) -> None:
-        form = self._slice(bucket)
         for owner, slice_B in enumerate(room.sent_RB):
             if owner not in owners:
-                clear_(slice_B, form)
-        join_(room.sent_RB, bucket, room.own_B)
+                clear_(slice_B, self._slices[bucket.index][owner])
+        join_(room.sent_RB, bucket, self._dealt[bucket.index], room.own_B)
         self._local.keep_units(room)
         self._local.give_back_(room)
 

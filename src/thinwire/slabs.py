@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.layout import ChunkLayout
+from thinwire.exchange.dealing import Share
 from thinwire.exchange.plan import Stack
 from thinwire.exchange.sharding import local_of
 
@@ -31,24 +32,28 @@ class Limits:
 class LocalTensor:
     """A parameter, and what this replica keeps for it: residual momentum (C, E) and the state of its update rule.
 
-    ``source`` is the parameter as the model has it; all work is done on the part of it that lies on this rank. ``owned_CE``
-    is the owner's residual of the chunks that this replica owns, if any.
+    ``source`` is the parameter as the model has it; all work is done on the part of it that lies on this rank, or that this
+    rank of an island owns, its ``share``. ``owned_CE`` is the owner's residual of the chunks that this replica owns, if any.
     """
 
     source: Tensor
     momentum_CE: Tensor
     rule_state: dict[str, Tensor] = field(default_factory=dict)
+    share: Share | None = None
     owned_CE: Tensor = field(default_factory=lambda: torch.empty(0, 0))
 
     @property
     def parameter(self) -> Tensor:
         """This rank's part."""
-        return local_of(self.source)
+        return local_of(self.source) if self.share is None else self.share.of(self.source.detach())
 
     @property
     def gradient(self) -> Tensor | None:
-        """This rank's part of the gradient."""
-        return None if self.source.grad is None else local_of(self.source.grad)
+        """This rank's part of the gradient; where it owns a share, the island's mean, or what cannot be averaged."""
+        mine = self.source.grad
+        if self.share is not None and (mine is None or mine.layout == torch.strided):
+            return self.share.average
+        return None if mine is None else local_of(mine)
 
     @property
     def compute_dtype(self) -> torch.dtype:

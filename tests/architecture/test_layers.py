@@ -21,6 +21,7 @@ LAYERS = [
     "kernels",
     "exchange",
     "slabs",
+    "shared_island",
     "gradients",
     "stack_step",
     "ownership",

@@ -28,6 +28,34 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        "an owner forgets what it did not send",
+        "ownership.py",
+        "residual.copy_(after)",
+        "residual.zero_()",
+        "tests/unit/test_owners.py::test_nothing_is_lost_between_sender_owner_and_receivers[int8]",
+    ),
+    Mutation(
+        "what went to an owner without a sound answer is lost",
+        "routes.py",
+        "self._return_slices_(bucket, room, refused)",
+        "pass",
+        "tests/unit/test_owners.py::test_what_went_to_an_owner_whose_answer_was_damaged_returns_to_the_momentum",
+    ),
+    Mutation(
+        "an island adds its gradients up and does not divide",
+        "shared_island.py",
+        "return mean_S.div_(self._inside.num_ranks)",
+        "return mean_S",
+        "tests/unit/test_shared_island.py::test_each_rank_may_have_its_own_loss_scale",
+    ),
+    Mutation(
+        "a share ends inside a chunk",
+        "core/layout.py",
+        'return 1 if layout == "adaptive" and is_stack(shape, chunk) else whole.row_edge',
+        "return 1",
+        "tests/unit/exchange/test_dealing.py::test_shares_cover_every_tensor_once_and_keep_its_chunks",
+    ),
+    Mutation(
         "the fused kernels keep one tied coefficient too few",
         "kernels/selection.py",
         "is_tied & (num_so_far <= num_wanted)",

@@ -23,8 +23,7 @@ def momenta(optimizer: DeMo) -> list[Tensor]:
     return [state["momentum"].clone() for state in optimizer.state.values()]
 
 
-@pytest.mark.parametrize("update", ["sign", "adamw", "muon"])
-@pytest.mark.parametrize("num_replicas", [1, 2, 5, 40])
+@pytest.mark.parametrize(("num_replicas", "update"), [(1, "sign"), (2, "muon"), (5, "sign"), (5, "adamw"), (40, "sign")])
 def test_replicas_end_bit_identical(num_replicas: int, update: str) -> None:
     """40 is more than any stack has chunks."""
 
@@ -45,20 +44,20 @@ def test_overlap_and_buckets_give_the_same_bits() -> None:
     assert torch.equal(plain, run_replicas(lambda end: work(SignedTransport(end, bytes(16))), 3)[0])
 
 
-def test_the_fused_backend_finds_the_same_bits(device: torch.device) -> None:
-    start = torch.randn(32, 48)
+def test_the_fused_backend_finds_the_same_bits_and_what_is_not_finite(device: torch.device) -> None:
+    start = torch.randn(32, 32)
 
     def work(transport: LoopbackTransport, backend: str) -> Tensor:
         parameter = nn.Parameter(start.clone().to(device))
-        options = {**OPTIONS, "dense_below": 0, "momentum_decay": 0.5, "backend": backend}
+        options = {**OPTIONS, "dense_below": 0, "momentum_decay": 0.5, "backend": backend, "on_nonfinite": "skip"}
         optimizer = DeMo([parameter], 0.1, transport=transport, **options)
         generator = torch.Generator().manual_seed(transport.replica)
         for step in range(3):
-            parameter.grad = torch.randn(32, 48, generator=generator).to(device)
+            parameter.grad = torch.randn(32, 32, generator=generator).to(device)
             if step == 1 and transport.replica == 1:
-                parameter.grad = None
+                parameter.grad[3, 3] = torch.nan
             optimizer.step()
-        assert optimizer.num_steps == 3
+        assert (optimizer.num_steps, optimizer.num_skipped_steps) == (2, 1)
         return parameter.detach().cpu()
 
     fused = run_replicas(lambda end: work(end, "triton"), 2)
@@ -206,7 +205,8 @@ def test_what_went_to_an_owner_whose_answer_was_damaged_returns_to_the_momentum(
 def test_a_gradient_that_is_not_finite_is_one_decision_of_all_and_owners_forget_it() -> None:
     def work(transport: LoopbackTransport) -> tuple[Tensor, bool]:
         model = build()
-        optimizer = DeMo(model.parameters(), lr=1e-2, transport=transport, on_nonfinite="skip", num_buckets=2, **OPTIONS)
+        options = {**OPTIONS, "on_nonfinite": "skip", "num_buckets": 2}
+        optimizer = DeMo(model.parameters(), lr=1e-2, transport=transport, **options)
         for step in range(2):
             train_step(model, optimizer, step, transport.replica)
         left = owned(optimizer)

@@ -53,11 +53,11 @@ def verdict(bucket: Bucket, payloads_RB: Tensor, plan: ExchangePlan, fused: bool
     if fused:
         checks.inspect_(payloads_RB, [(s.codec, s.offset_bytes, s.num_chunks) for s in bucket.stacks], findings_RW)
     else:
-        inspect_(bucket, payloads_RB, findings_RW)
+        inspect_([bucket] * len(payloads_RB), payloads_RB, findings_RW)
     found = torch.zeros(1, dtype=torch.int32, device=payloads_RB.device)
     if fused:
         checks.judge_(payloads_RB, 0, findings_RW, found)
-    headers = read_findings(bucket, findings_RW.cpu(), Header(plan.digest, 3, 0, 0))
+    headers = read_findings([bucket] * len(findings_RW), findings_RW.cpu(), Header(plan.digest, 3, 0, 0))
     errors = [header for header in headers if isinstance(header, PayloadError)]
     sound = [header for header in headers if isinstance(header, Header)]
     says_no = any(h.digest != plan.digest or h.gave_up or h.trouble.problem for h in sound)

@@ -125,7 +125,7 @@ def _window(shape: tuple[int, ...], part: Part, dense: bool, chunk: int) -> tupl
         if shape[1:] != whole[1:]:
             return None
         return 1, (1, 0, 1), (math.prod(shape), offset[0] * per_row if whole else 0, math.prod(whole))
-    if chunk and len(whole) > 2 and min(whole[-2:]) >= chunk / 2:
+    if chunk and is_stack(whole, chunk):
         rows, cols = (shape[-2], offset[-2], whole[-2]), (shape[-1], offset[-1], whole[-1])
         return math.prod(shape[:-2]), rows, cols
     per_col = math.prod(whole[2:])
@@ -146,9 +146,27 @@ def matrix_shape(shape: tuple[int, ...], chunk: int) -> tuple[int, int, int]:
     """
     if len(shape) < 2:
         return 1, 1, math.prod(shape)
-    if len(shape) > 2 and min(shape[-2:]) >= chunk / 2:
+    if is_stack(shape, chunk):
         return math.prod(shape[:-2]), shape[-2], shape[-1]
     return 1, shape[0], math.prod(shape[1:])
+
+
+def rows_per_cut(shape: tuple[int, ...], chunk: int, dense_below: int = 0, layout: str = "adaptive") -> int:
+    """A part of dim 0 that begins and ends at multiples of so many keeps the chunks of the whole, see `Part`. It is all of
+    dim 0 where the tensor is not to be cut."""
+    if 0 in shape:
+        return 1
+    whole = plan_layout(shape, chunk, dense_below, layout)
+    if whole.dense or not shape:
+        return shape[0] if shape else 1
+    if len(shape) < 2:
+        return whole.col_edge
+    return 1 if layout == "adaptive" and is_stack(shape, chunk) else whole.row_edge
+
+
+def is_stack(shape: tuple[int, ...], chunk: int) -> bool:
+    """Whether a tensor is taken for a stack of matrices, see `matrix_shape`."""
+    return len(shape) > 2 and min(shape[-2:]) >= chunk / 2
 
 
 def cut_edge(size: int, chunk: int) -> int:

@@ -37,9 +37,9 @@ def default_transport(group: dist.ProcessGroup | None, timeout_seconds: float) -
 
 
 class CollectiveTransport:
-    """One replica per rank of a process group."""
+    """One replica per rank of a process group; ``noun`` is what errors call them."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float, noun: str = "replicas") -> None:
         self._group = group
         self._timeout_seconds = timeout_seconds
         self.replica = dist.get_rank(group)
@@ -48,8 +48,9 @@ class CollectiveTransport:
         self.num_replicas = dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)
         # Ranks build their transports in the same order, so the count is the same on all of them.
-        self._roster = _Roster(_store_of(group), f"thinwire/{next(_instances)}", self.replica, self.num_replicas)
-        self._device = _message_device(group)
+        self._roster = _Roster(_store_of(group), f"thinwire/{next(_instances)}", self.replica, self.num_replicas, noun)
+        self.device = _message_device(group)
+        """Where messages must lie; None if any place will do."""
         self._staged: _UnderWay | None = None
 
     def start_all_gather_(self, messages_RB: Tensor, what: str) -> Pending:
@@ -79,10 +80,10 @@ class CollectiveTransport:
 
     def _room_for(self, messages_RB: Tensor) -> Tensor:
         """The messages themselves where the group can reach them, else room for them where it can."""
-        if self._device is None or self._device == messages_RB.device:
+        if self.device is None or self.device == messages_RB.device:
             return messages_RB
-        is_pinned = messages_RB.is_cuda and self._device.type == "cpu"
-        return torch.empty(messages_RB.shape, dtype=messages_RB.dtype, device=self._device, pin_memory=is_pinned)
+        is_pinned = messages_RB.is_cuda and self.device.type == "cpu"
+        return torch.empty(messages_RB.shape, dtype=messages_RB.dtype, device=self.device, pin_memory=is_pinned)
 
     def _begin_when_there(
         self, what: str, arriving_RB: Tensor, messages_RB: Tensor, begin: Callable[[], dist.Work | None]
@@ -117,12 +118,15 @@ class CollectiveTransport:
     def broadcast_(self, tensor: Tensor, what: str, source: int = 0) -> None:
         """Overwrite ``tensor`` with one replica's, as bytes, since no backend knows every dtype."""
         self._begin_staged()
-        buffer = tensor.detach().to(self._device or tensor.device).contiguous()
+        buffer = tensor.detach().to(self.device or tensor.device).contiguous()
         flat = buffer.view(-1).view(torch.uint8)
-        work = self.start(lambda: self._broadcast(flat, source), what)
-        self.wait_for(work, what, flat.is_cuda)
+        self.run(lambda: self._broadcast(flat, source), what, flat.is_cuda)
         if buffer.data_ptr() != tensor.data_ptr():
             tensor.copy_(buffer)
+
+    def run(self, begin: Callable[[], dist.Work | None], what: str, is_on_gpu: bool) -> None:
+        """Begin any collective of the group, and wait for it as `wait_for` does."""
+        self.wait_for(self.start(begin, what), what, is_on_gpu)
 
     def wait_for(self, work: dist.Work, what: str, is_on_gpu: bool) -> None:
         """Wait until ``work`` is done, or raise an `ExchangeError` that says for whom it waited."""
@@ -202,8 +206,9 @@ class _UnderWay:
 class _Roster:
     """Who waits in which exchange, kept in the group's store: one key per replica, written only when a wait is long."""
 
-    def __init__(self, store: Store | None, prefix: str, replica: int, num_replicas: int) -> None:
+    def __init__(self, store: Store | None, prefix: str, replica: int, num_replicas: int, noun: str) -> None:
         self._store, self._prefix, self._replica, self._num_replicas = store, prefix, replica, num_replicas
+        self._noun = noun
         self.num_finished = 0
 
     def announce(self) -> None:
@@ -220,14 +225,14 @@ class _Roster:
         self.announce()
         time.sleep(1.5 * _ANNOUNCE_AFTER_SECONDS)  # the others fail in the same moment: give them time to say so
         if self._store is None:
-            return "lost the connection to the other replicas, and the store cannot say to which,"
+            return f"lost the connection to the other {self._noun}, and the store cannot say to which,"
         try:
             missing = [replica for replica in range(self._num_replicas) if not self._is_here(replica, self._store)]
         except RuntimeError:
-            return "lost the connection to the other replicas, and to the host of the store,"
+            return f"lost the connection to the other {self._noun}, and to the host of the store,"
         if not missing:
-            return "all replicas wait, though perhaps in different exchanges; it failed"
-        return f"waited for replicas {missing}, which did not come or died,"
+            return f"all {self._noun} wait, though perhaps in different exchanges; it failed"
+        return f"waited for {self._noun} {missing}, which did not come or died,"
 
     def _is_here(self, replica: int, store: Store) -> bool:
         key = self._key(replica)

@@ -13,7 +13,7 @@ For tests, studies and notebooks::
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -61,16 +61,28 @@ class LoopbackHub:
         self._meetings: dict[int, _Meeting] = {}
         self._changed = threading.Condition()
         self._gone: set[int] = set()
+        self._parts: dict[tuple[tuple[int, ...], int], LoopbackHub] = {}
 
     def transport(self, replica: int) -> "LoopbackTransport":
         """The end of the wire that belongs to ``replica``."""
         return LoopbackTransport(self, replica)
+
+    def part(self, replicas: tuple[int, ...], number: int) -> "LoopbackHub":
+        """Where these replicas meet by themselves; the ``number`` tells hubs of the same replicas apart."""
+        with self._changed:
+            part = self._parts.setdefault((replicas, number), LoopbackHub(len(replicas), self._timeout_seconds))
+            for replica in self._gone & set(replicas):
+                part.leave(replicas.index(replica))
+            return part
 
     def leave(self, replica: int) -> None:
         """Tell the others that this replica will send nothing more, so that they need not wait for their deadline."""
         with self._changed:
             self._gone.add(replica)
             self._changed.notify_all()
+            for (replicas, _), part in self._parts.items():
+                if replica in replicas:
+                    part.leave(replicas.index(replica))
 
     def post(self, number: int, replica: int, message: _Message) -> None:
         """Bring a message to exchange ``number``."""
@@ -131,7 +143,13 @@ class LoopbackTransport:
         self._hub = hub
         self.replica = replica
         self.num_replicas = hub.num_replicas
-        self._num_exchanges = 0
+        self._num_exchanges = self._num_parts = 0
+
+    def among(self, replicas: Sequence[int]) -> "LoopbackTransport":
+        """The wire between some of the replicas, of which this is one; all of these must ask for it, in the same order."""
+        self._num_parts += 1
+        hub = self._hub.part(tuple(replicas), self._num_parts)
+        return hub.transport(tuple(replicas).index(self.replica))
 
     def start_all_gather_(self, messages_RB: Tensor, what: str) -> Pending:
         """Leave a copy for the others."""

@@ -134,10 +134,12 @@ class Stack:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One payload."""
+    """One payload. ``members`` are the tensors whose gradients must be there before it can be made: those that it carries
+    chunks of, and those of which other ranks of an island do."""
 
     index: int
     stacks: tuple[Stack, ...]
+    members: tuple[int, ...]
 
     @cached_property
     def body_bytes(self) -> int:
@@ -235,11 +237,16 @@ def _with_more_kept(bucket: Bucket, codings: Sequence[Coding]) -> Bucket:
         codec = replace(stack.codec, num_kept=layout.kept(coding.topk, coding.chunk, coding.layout))
         stacks.append(replace(stack, codec=codec, offset_bytes=offset))
         offset += stacks[-1].num_bytes
-    return Bucket(bucket.index, tuple(stacks))
+    return replace(bucket, stacks=tuple(stacks))
 
 
 def make_plan(tensors: Sequence[TensorSpec], codings: Sequence[Coding], num_buckets: int = 1) -> ExchangePlan:
-    """Lay out payloads. Buckets hold about equally many elements and follow backward: the last tensors come first.
+    """Lay out payloads, in the buckets of `split_into_buckets`."""
+    return lay_out(tensors, codings, split_into_buckets(tensors, codings, num_buckets))
+
+
+def split_into_buckets(tensors: Sequence[TensorSpec], codings: Sequence[Coding], num_buckets: int) -> list[list[int]]:
+    """Which tensors share a bucket. They hold about equally many elements and follow backward: the last tensors come first.
 
     Dense tensors wait for the last bucket: norms and biases of all layers often form a group of their own, so that the first
     bucket would have them all and hold the others up until backward ends.
@@ -247,10 +254,20 @@ def make_plan(tensors: Sequence[TensorSpec], codings: Sequence[Coding], num_buck
     order = list(reversed(range(len(tensors))))
     if num_buckets > 1:
         order.sort(key=lambda index: _layout(tensors[index], codings).dense)
-    buckets = []
-    for index, members in enumerate(_split_evenly(order, tensors, num_buckets)):
-        buckets.append(Bucket(index, _stacks(members, tensors, codings)))
-    return ExchangePlan(tuple(tensors), tuple(codings), tuple(buckets))
+    return _split_evenly(order, tensors, num_buckets)
+
+
+def lay_out(
+    tensors: Sequence[TensorSpec], codings: Sequence[Coding], buckets: Sequence[Sequence[int]], shares: bool = False
+) -> ExchangePlan:
+    """Lay out payloads for tensors that were split into buckets. ``shares``: a tensor without elements here has some on
+    another rank of the island, and the bucket must wait for its gradient all the same."""
+    made = []
+    for index, members in enumerate(buckets):
+        stacks = _stacks(members, tensors, codings)
+        held = {entry.tensor for stack in stacks for entry in stack.entries}
+        made.append(Bucket(index, stacks, tuple(member for member in members if shares or member in held)))
+    return ExchangePlan(tuple(tensors), tuple(codings), tuple(made))
 
 
 def _split_evenly(order: list[int], tensors: Sequence[TensorSpec], num_parts: int) -> list[list[int]]:
@@ -263,7 +280,7 @@ def _split_evenly(order: list[int], tensors: Sequence[TensorSpec], num_parts: in
     return [part for part in parts if part]
 
 
-def _stacks(members: list[int], tensors: Sequence[TensorSpec], codings: Sequence[Coding]) -> tuple[Stack, ...]:
+def _stacks(members: Sequence[int], tensors: Sequence[TensorSpec], codings: Sequence[Coding]) -> tuple[Stack, ...]:
     alike: dict[tuple[int, int, int, bool], list[tuple[int, ChunkLayout]]] = {}
     for index in members:
         layout = _layout(tensors[index], codings)

@@ -4,8 +4,8 @@ A replica may be spread over several ranks, its *island*. Each rank exchanges it
 same part of the other replicas, so what one rank finds wrong the others of its island do not see: they tell each other.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from thinwire.core.errors import ExchangeError
 from thinwire.core.layout import Part
+from thinwire.exchange.plan import Bucket
 from thinwire.wire.payload import Header, Trouble
 
-_FAILED = 1 << 62
+FAILED = 1 << 62
 _REPLICA_BIT = 40
 
 
@@ -53,7 +54,10 @@ def align_gradient(parameter: Tensor) -> None:
 
 class Island:
     """The ranks that hold one replica together: those along every axis of the meshes its parameters lie on. A replica that
-    is not sharded is an island of one rank."""
+    is not sharded is an island of one rank. `thinwire.shared_island` has the other kind, whose ranks all hold all of it."""
+
+    unscales = False
+    """Whether `ready_` takes out what a GradScaler has scaled gradients by."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
         self._groups = groups
@@ -61,10 +65,32 @@ class Island:
         self.axes = [tuple(dist.get_process_group_ranks(group)) for group in groups]
         """The ranks along each axis through this rank."""
 
+    def agree(self, describe: Callable[[], Sequence[str]]) -> None:
+        """Raise on all ranks of the island if they are not about to do the same. Collective where they would not notice."""
+
+    def begin(self, describe: Callable[[], Sequence[str]], grad_scale: float | None) -> None:
+        """Take note of a step that is attempted: what all must agree on, and what gradients are scaled by."""
+
+    def ready_(self, bucket: Bucket, sources: Sequence[Tensor]) -> None:
+        """Bring the gradients of a bucket to what this rank works on: collective."""
+        for member in bucket.members:
+            align_gradient(sources[member])
+
+    def spread_(self, bucket: Bucket) -> None:
+        """Let the other ranks have the parameters of a bucket that this one has changed: collective."""
+
+    def told_early(self) -> AbstractContextManager[None]:
+        """The same as `told_of_failure` during backward and set-up, if that does not get in the way of other collectives."""
+        return nullcontext()
+
+    def has_heard(self, error: BaseException) -> bool:
+        """Whether the error is one that all ranks of the island have."""
+        return False
+
     def first_troubled(self, mine: Header, troubled: Header | None) -> Header | None:
         """What any rank of the island has found to keep a replica from the step; raises if one of them failed."""
         worst = self._worst(0 if troubled is None else troubled.replica << _REPLICA_BIT | troubled.trouble.pack())
-        if worst == _FAILED:
+        if worst == FAILED:
             raise ExchangeError(f"another rank of this replica could not take step {mine.step}; it says why")
         trouble = Trouble.unpack(worst & (1 << _REPLICA_BIT) - 1)
         return replace(mine, replica=worst >> _REPLICA_BIT, trouble=trouble) if worst and trouble else None
@@ -75,7 +101,7 @@ class Island:
         try:
             yield
         except BaseException:
-            self._worst(_FAILED)
+            self._worst(FAILED)
             raise
 
     def any(self, found: bool) -> bool:

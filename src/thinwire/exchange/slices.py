@@ -1,24 +1,27 @@
-"""Payloads cut for their owners: in an owner exchange each replica owns a run of the chunks of every stack.
+"""Payloads cut for their owners: in an owner exchange each replica owns some consecutive chunks of every stack.
 
-A *slice* holds, for each stack of a bucket, as many records as an owner has chunks at most, so that all slices are equally
-long. Where an owner has fewer, empty records fill it up. Slices of payloads go to their owners; an owner's answer is cut
-alike, and all answers together are one payload again. Letters: R replicas, which are owners, C chunks, B bytes.
+A *slice* holds the records of one owner's chunks. Chunks are dealt out so that owners have about equally many bytes. Slices
+are as long as the longest, with zeros at the end. Slices of payloads go to their owners; an owner's answer is cut alike, and
+all answers together are one payload again. Letters: R replicas, which are owners, C chunks, B bytes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
-from thinwire.exchange.plan import Bucket, stack_records
+from thinwire.exchange.plan import Bucket, Message, stack_records
 from thinwire.wire.codec import ChunkCodec
 from thinwire.wire.payload import HEADER_BYTES, payload_bytes
+
+Dealt = Sequence[Sequence[range]]
+"""Which chunks of each stack each owner has: owner, then stack."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One stack's records in a slice."""
+    """One stack's records in a slice; there may be none."""
 
     codec: ChunkCodec
     num_chunks: int
@@ -32,63 +35,77 @@ class Run:
 
 @dataclass(frozen=True)
 class Slice:
-    """What one owner gets of the payload of a bucket, or sends as its answer."""
+    """What one owner gets of the payload of a bucket, or sends as its answer: a run for each stack."""
 
     index: int
     stacks: tuple[Run, ...]
-
-    @cached_property
-    def payload_bytes(self) -> int:
-        """Header, records and padding."""
-        return payload_bytes(sum(run.num_bytes for run in self.stacks))
+    payload_bytes: int
 
 
-def slice_of(bucket: Bucket, num_owners: int) -> Slice:
-    """The form of all slices of a bucket."""
-    runs, offset = [], HEADER_BYTES
-    for stack in bucket.stacks:
-        run = Run(stack.codec, chunks_per_owner(stack.num_chunks, num_owners), offset)
-        offset += run.num_bytes
-        runs.append(run)
-    return Slice(bucket.index, tuple(runs))
+def deal(bucket: Bucket, num_owners: int) -> Dealt:
+    """Give every chunk of a bucket an owner: of each stack some consecutive ones, those with the longest records first."""
+    loads = [0] * num_owners
+    dealt: list[list[range]] = [[range(0)] * len(bucket.stacks) for _ in range(num_owners)]
+    order = sorted(range(len(bucket.stacks)), key=lambda place: -bucket.stacks[place].codec.record_bytes)
+    for place in order:
+        stack, first = bucket.stacks[place], 0
+        for owner, count in enumerate(_fill_(loads, stack.num_chunks, stack.codec.record_bytes)):
+            dealt[owner][place] = range(first, first + count)
+            first += count
+    return dealt
 
 
-def chunks_per_owner(num_chunks: int, num_owners: int) -> int:
-    """As many as an owner has at most; the last owners may have fewer, or none."""
-    return -(-num_chunks // num_owners)
+def _fill_(loads: list[int], number: int, size: int) -> list[int]:
+    """How many of so many records, equally long, each owner gets, so that loads become as equal as can be."""
+
+    def counts(level: int) -> list[int]:
+        return [max(0, level - load) // size for load in loads]
+
+    low, high = min(loads), max(loads) + size * (number // len(loads) + 1)
+    while high - low > 1:  # the highest level at which there are not too few
+        middle = (low + high) // 2
+        low, high = (middle, high) if sum(counts(middle)) <= number else (low, middle)
+    found = counts(low)
+    emptiest = sorted(range(len(loads)), key=lambda owner: loads[owner] + found[owner] * size)
+    for owner in emptiest[: number - sum(found)]:
+        found[owner] += 1
+    for owner, count in enumerate(found):
+        loads[owner] += count * size
+    return found
 
 
-def owned_chunks(num_chunks: int, owner: int, num_owners: int) -> range:
-    """Which chunks of a stack an owner has."""
-    most = chunks_per_owner(num_chunks, num_owners)
-    return range(min(num_chunks, owner * most), min(num_chunks, (owner + 1) * most))
+def slices_of(bucket: Bucket, dealt: Dealt) -> list[Slice]:
+    """The forms of the slices for all owners."""
+    all_runs = []
+    for owned in dealt:
+        runs, offset = [], HEADER_BYTES
+        for stack, chunks in zip(bucket.stacks, owned, strict=True):
+            runs.append(Run(stack.codec, len(chunks), offset))
+            offset += runs[-1].num_bytes
+        all_runs.append(tuple(runs))
+    longest = max(sum(run.num_bytes for run in runs) for runs in all_runs)
+    return [Slice(bucket.index, runs, payload_bytes(longest)) for runs in all_runs]
 
 
-def split_(payload_B: Tensor, bucket: Bucket, slices_RB: Tensor) -> None:
+def split_(payload_B: Tensor, bucket: Bucket, dealt: Dealt, slices_RB: Tensor) -> None:
     """Write the records of a payload into the slices of their owners. Headers are left to the caller."""
-    for stack, run in zip(bucket.stacks, slice_of(bucket, len(slices_RB)).stacks, strict=True):
-        runs_RCB = stack_records(slices_RB, run)
-        records_CB = stack_records(payload_B, stack)
-        num_missing = len(slices_RB) * run.num_chunks - stack.num_chunks
-        if num_missing:
-            filling_CB = empty_records(stack.codec, num_missing, payload_B)
-            records_CB = torch.cat([records_CB, filling_CB])
-        runs_RCB.copy_(records_CB.view(runs_RCB.shape))
+    for slice_B, form, owned in zip(slices_RB, slices_of(bucket, dealt), dealt, strict=True):
+        for stack, run, chunks in zip(bucket.stacks, form.stacks, owned, strict=True):
+            if chunks:
+                stack_records(slice_B, run).copy_(stack_records(payload_B, stack)[chunks.start : chunks.stop])
 
 
-def join_(slices_RB: Tensor, bucket: Bucket, payload_B: Tensor) -> None:
+def join_(slices_RB: Tensor, bucket: Bucket, dealt: Dealt, payload_B: Tensor) -> None:
     """The inverse of `split_`."""
-    for stack, run in zip(bucket.stacks, slice_of(bucket, len(slices_RB)).stacks, strict=True):
-        records_CB = stack_records(slices_RB, run).reshape(-1, stack.codec.record_bytes)
-        stack_records(payload_B, stack).copy_(records_CB[: stack.num_chunks])
+    for slice_B, form, owned in zip(slices_RB, slices_of(bucket, dealt), dealt, strict=True):
+        for stack, run, chunks in zip(bucket.stacks, form.stacks, owned, strict=True):
+            if chunks:
+                stack_records(payload_B, stack)[chunks.start : chunks.stop].copy_(stack_records(slice_B, run))
 
 
-def clear_(slice_B: Tensor, form: Slice) -> None:
-    """Fill a slice with empty records."""
+def clear_(message_B: Tensor, form: Message) -> None:
+    """Fill a message with records that send nothing."""
     for run in form.stacks:
-        stack_records(slice_B, run).copy_(empty_records(run.codec, 1, slice_B).expand(run.num_chunks, -1))
-
-
-def empty_records(codec: ChunkCodec, number: int, like: Tensor) -> Tensor:
-    """Records (C, B) of chunks of which nothing is sent."""
-    return codec.empty_record_B.to(like.device).expand(number, -1)
+        if run.num_chunks:
+            empty_B = run.codec.empty_record_B.to(message_B.device)
+            stack_records(message_B, run).copy_(empty_B.expand(run.num_chunks, -1))

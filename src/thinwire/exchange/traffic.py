@@ -55,15 +55,31 @@ class Count:
 @dataclass
 class Traffic:
     """``last_step`` and ``total`` count what steps exchange, headers included; ``setup`` counts the
-    agreement and the first copy of replica 0's parameters."""
+    agreement and the first copy of replica 0's parameters. Where replicas are islands of several ranks, these count what
+    crosses between islands; ``inside_last_step`` and ``inside`` what moves inside one, but for that first copy."""
 
     last_step: Count = field(default_factory=Count)
     total: Count = field(default_factory=Count)
     setup: Count = field(default_factory=Count)
+    inside_last_step: Count = field(default_factory=Count)
+    inside: Count = field(default_factory=Count)
 
     def start_step(self) -> None:
         """Begin to count a new step."""
-        self.last_step = Count()
+        self.last_step, self.inside_last_step = Count(), Count()
+
+    @contextmanager
+    def waiting_inside(self) -> Iterator[None]:
+        """Count the time spent inside as waiting for the other ranks of the island."""
+        with self.inside.waiting(), self.inside_last_step.waiting():
+            yield
+
+    def add_inside(self, sent_bytes: int, received_bytes: int) -> None:
+        """Count one exchange inside an island."""
+        for count in (self.inside_last_step, self.inside):
+            count.sent_bytes += sent_bytes
+            count.received_bytes += received_bytes
+            count.num_exchanges += 1
 
     def add(self, message_bytes: int, num_replicas: int) -> None:
         """Count one exchange of the running step."""

@@ -193,7 +193,8 @@ def inspect_(payloads_RB: Tensor, stacks: Sequence[tuple[ChunkCodec, int, int]],
     findings_RW[:, HEADER_WORDS] = 0
     _add_checksums_(payloads_RB.view(torch.int64), findings_RW[:, HEADER_WORDS], findings_RW.stride(0))
     for column, (codec, offset_bytes, num_chunks) in enumerate(stacks, HEADER_WORDS + 1):
-        _find_bad_records_(payloads_RB, codec, offset_bytes, num_chunks, findings_RW[:, column])
+        if num_chunks:
+            _find_bad_records_(payloads_RB, codec, offset_bytes, num_chunks, findings_RW[:, column])
 
 
 def judge_(

@@ -49,6 +49,17 @@ class Cell:
         return self.num_hosts, self.link, self.method, self.round
 
     @property
+    def compute(self) -> float:
+        """Forward and backward, the same work in every cell of as many hosts."""
+        return self.parts["forward"] + self.parts["backward"]
+
+    def seconds_at(self, compute: float) -> float:
+        """What a step would take if forward and backward took so long: everything but the wait for the network goes as much
+        faster or slower as they do."""
+        exposed = min(self.parts["exposed"], self.seconds)
+        return exposed + (self.seconds - exposed) * compute / self.compute
+
+    @property
     def not_compute(self) -> float:
         """All of the step that is not data, forward and backward."""
         return sum(self.parts[name] for name in ("encode", "exposed", "apply", "other"))

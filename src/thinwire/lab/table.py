@@ -1,11 +1,14 @@
 """A comparison as Markdown tables."""
 
 from collections.abc import Callable, Sequence
+from statistics import median
 
 from thinwire.lab.losses import Curve, seconds_to
 from thinwire.lab.predicted import error_table, predict_all
 from thinwire.lab.rows import PARTS, Cell
 from thinwire.planner.links import format_bytes
+
+_STEPS_OF_CURVES = "In as many steps as the given curves took, with however many replicas they were made."
 
 
 def summary(cells: Sequence[Cell], curves: dict[str, Curve], target: float | None) -> str:
@@ -13,9 +16,9 @@ def summary(cells: Sequence[Cell], curves: dict[str, Curve], target: float | Non
     parts: list[str] = []
     for num_hosts in sorted({cell.num_hosts for cell in cells}):
         own = [cell for cell in cells if cell.num_hosts == num_hosts]
-        parts += [f"## {num_hosts} hosts", "### Seconds per step", step_table(own)]
+        parts += [f"## {num_hosts} hosts", "### Seconds per step", step_table(own), even_table(own)]
         if target is not None and curves:
-            parts += [f"### Seconds to a validation loss of {target:g}", loss_table(own, curves, target)]
+            parts += [f"### Seconds to a validation loss of {target:g}", _STEPS_OF_CURVES, loss_table(own, curves, target)]
         parts += ["### Where a step's time goes", breakdown_table(own), "### Bytes per step and host", byte_table(own)]
     if predictions := predict_all(cells):
         parts += ["## The planner beside it", error_table(predictions)]
@@ -28,6 +31,19 @@ def summary(cells: Sequence[Cell], curves: dict[str, Curve], target: float | Non
 def step_table(cells: Sequence[Cell]) -> str:
     """Medians, a column per link."""
     return _grid(cells, lambda cell: f"{cell.seconds:.3g}")
+
+
+def even_table(cells: Sequence[Cell]) -> str:
+    """The same at one speed of the machine, which other work may slow down in one cell and not in the next."""
+    computes = [cell.compute for cell in cells if not cell.error]
+    if not computes:
+        return ""
+    middle = median(computes)
+    words = (
+        f"Forward and backward, the same work in all cells, took from {min(computes):.2f} to {max(computes):.2f} s. With "
+        f"everything but the wait for the network scaled to their median, {middle:.2f} s:"
+    )
+    return f"{words}\n\n{_grid(cells, lambda cell: f'{cell.seconds_at(middle):.3g}')}"
 
 
 def loss_table(cells: Sequence[Cell], curves: dict[str, Curve], target: float) -> str:

@@ -17,6 +17,13 @@ class MeshShape(NamedTuple):
         return self.replicate * self.shard
 
 
+def shape_of(mesh: str, islands: int, num_ranks: int) -> MeshShape:
+    """That of a run: sharded replicas, islands of so many ranks, or a replica per rank."""
+    if mesh:
+        return parse_mesh(mesh)
+    return MeshShape(num_ranks // islands, islands) if islands else MeshShape(num_ranks)
+
+
 def parse_mesh(text: str) -> MeshShape:
     """``replicate=2,shard=4`` or a part of it; an axis that is not named has one rank."""
     sizes: dict[str, int] = {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from thinwire.exchange.choice import OWNER
 from thinwire.exchange.plan import ExchangePlan, with_owners
-from thinwire.exchange.slices import slice_of
+from thinwire.exchange.slices import deal, slices_of
 from thinwire.planner.cost import DeviceCosts, Prediction, Workload, all_to_all, predict, ring_all_gather, thinwire_demo
 from thinwire.planner.links import Link
 
@@ -32,8 +32,10 @@ def sizes_of(plan: ExchangePlan, num_replicas: int, owner_topk: int | None = Non
     """Exact to the byte, for a plan with owners or, if it has none, with those that keep ``owner_topk`` coefficients."""
     answers = (plan if plan.answers is not None else with_owners(plan, owner_topk)).answers
     assert answers is not None
+    dealt = [deal(bucket, num_replicas) for bucket in plan.buckets]
     slices, replies = (
-        sum(slice_of(bucket, num_replicas).payload_bytes for bucket in one.buckets) for one in (plan, answers)
+        sum(slices_of(bucket, owned)[0].payload_bytes for bucket, owned in zip(one.buckets, dealt, strict=True))
+        for one in (plan, answers)
     )
     return Sizes(plan.payload_bytes, slices, replies, max(1, len(plan.buckets)))
 

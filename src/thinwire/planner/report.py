@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from thinwire.core.errors import check_choice, check_int
-from thinwire.exchange.choice import ALL_GATHER, AUTO, EXCHANGES, OWNER
+from thinwire.exchange.choice import ALL_GATHER, AUTO, OWNER
 from thinwire.exchange.plan import Coding, ExchangePlan, TensorSpec, make_plan
 from thinwire.planner.cost import DEVICES, DeviceCosts, Prediction, Workload, ddp, published_demo
 from thinwire.planner.links import Link, format_seconds
@@ -114,7 +114,7 @@ def make_report(
         owner_topk: coefficients that owners answer with; twice ``topk`` unless it is given.
     """
     check_choice("device", device, DEVICES)
-    check_choice("exchange", exchange, EXCHANGES)
+    check_choice("exchange", exchange, (ALL_GATHER, OWNER, AUTO))
     if owner_topk is not None:
         check_int("owner_topk", owner_topk, 1)
     _check_inputs(num_replicas, compute_seconds, gradient_bytes_per_element, topks, values, chunk, dense_below)

@@ -224,6 +224,9 @@ class LaunchConfig:
     """Replicas to start on this machine. Under torchrun or SLURM their number comes from there."""
     mesh: str = ""
     """Replicas that are spread over ranks, such as replicate=2,shard=4: 2 replicas, each sharded over 4 ranks by FSDP2."""
+    islands: int = 0
+    """DeMo: this many consecutive ranks, such as those of a machine, are one replica: they average their gradients in full
+    and share the optimizer's work and state, and only islands exchange with islands. 0: every rank is a replica."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
     threads: int = 0
@@ -280,7 +283,7 @@ _AT_LEAST_ONE = (
 _AT_LEAST_ZERO = (
     *("mlp_width", "vocab_size", "micro_batch", "warmup_steps", "seed", "eval_examples", "checkpoint_every"),
     *("print_every", "sample_tokens", "threads", "port", "check_drift_every", "slot", "min_replicas", "dense_steps"),
-    "owner_topk",
+    *("owner_topk", "islands"),
 )
 _FROM_ZERO_TO_ONE = ("momentum_decay", "beta1", "beta2", "final_lr_share", "outer_momentum")
 
@@ -324,8 +327,9 @@ def check(config: TrainConfig, num_replicas: int) -> None:
             "out, or use optimizer=demo"
         )
     _check_peers(config.optim)
-    _check_exchange(config.optim, num_replicas)
+    _check_exchange(config.optim)
     _check_mesh(config, num_replicas)
+    _check_islands(config, num_replicas)
     _check_elastic(config, num_replicas)
     _check_link(config.launch, num_replicas)
     _check_batch(config.schedule, num_replicas)
@@ -347,12 +351,12 @@ def _check_peers(optim: OptimConfig) -> None:
         raise ValueError(f"dense_steps={optim.dense_steps} must be at least {least} with optimizer={optim.optimizer}")
 
 
-def _check_exchange(optim: OptimConfig, num_replicas: int) -> None:
+def _check_exchange(optim: OptimConfig) -> None:
     if optim.exchange != ALL_GATHER and optim.optimizer != "demo":
         raise ValueError(f"exchange={optim.exchange} is an option of optimizer=demo, not of {optim.optimizer}")
     if optim.owner_topk and optim.exchange == ALL_GATHER:
         raise ValueError(f"owner_topk={optim.owner_topk} has no effect with exchange={ALL_GATHER}; add --exchange owner")
-    choose_exchange(optim.exchange, num_replicas, optim.delay, can_change=False)
+    choose_exchange(optim.exchange, has_islands=False, num_replicas=1, delay=optim.delay, can_change=False)
 
 
 def _check_mesh(config: TrainConfig, num_ranks: int) -> None:
@@ -369,6 +373,20 @@ def _check_mesh(config: TrainConfig, num_ranks: int) -> None:
         raise ValueError(
             f"update=muon needs whole matrices, and mesh has shard={shape.shard}: use another rule, such as --update sign"
         )
+
+
+def _check_islands(config: TrainConfig, num_ranks: int) -> None:
+    launch, size = config.launch, config.launch.islands
+    if not size:
+        return
+    if config.optim.optimizer != "demo":
+        raise ValueError(f"islands={size} is for optimizer=demo, not for {config.optim.optimizer}")
+    others = {"mesh": launch.mesh, "link": launch.link, "elastic": launch.elastic, "lighthouse": launch.lighthouse}
+    for name, value in {**others, "delay": config.optim.delay}.items():
+        if value:
+            raise ValueError(f"islands={size} does not go with {name}={value!r}; leave one of them out")
+    if num_ranks % size:
+        raise ValueError(f"islands={size} does not divide {num_ranks} ranks: islands must be of equal size")
 
 
 def _check_elastic(config: TrainConfig, num_replicas: int) -> None:

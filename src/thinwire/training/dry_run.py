@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from thinwire.exchange.choice import choose_exchange
+from thinwire.exchange.choice import OWNER, choose_exchange
 from thinwire.exchange.transport import SoloTransport
 from thinwire.optimizer import DeMo
 from thinwire.ownership import FIRST, RESIDUAL
-from thinwire.parallel.mesh import MeshShape, parse_mesh
+from thinwire.parallel.mesh import MeshShape, shape_of
 from thinwire.planner.cost import DEVICES, Workload, ddp, predict
 from thinwire.planner.link_spec import parse_link
 from thinwire.planner.links import Link, format_bandwidth, format_bytes, format_seconds
@@ -50,9 +50,9 @@ def describe(config: TrainConfig, num_replicas: int, console: Console) -> None:
         f"{config.schedule.steps:,} steps of {config.schedule.batch} examples, {share} per rank, {num_replicas} ranks",
         highlight=False,
     )
-    mesh = parse_mesh(config.launch.mesh) if config.launch.mesh else MeshShape(num_replicas)
+    mesh = shape_of(config.launch.mesh, config.launch.islands, num_replicas)
     optim = _settled(config, model, mesh)
-    console.print(_memory_table(memory_bytes(optim, model, mesh)))
+    console.print(_memory_table(memory_bytes(optim, model, mesh, bool(config.launch.islands))))
     workload = _workload(optim, model, mesh, compute_seconds, device)
     sent, received = format_bytes(workload.sent_bytes), format_bytes(workload.received_bytes)
     by = "" if workload.exchange_name is None else f", exchange {workload.exchange_name}"
@@ -72,11 +72,13 @@ def _settled(config: TrainConfig, model: nn.Module, mesh: MeshShape) -> OptimCon
     link = parse_link(launch.link).link if launch.link else None
     wanted = settle_exchange(optim, model, mesh.replicate, link)
     can_change = launch.elastic or bool(launch.lighthouse)
-    return replace(optim, exchange=choose_exchange(wanted, mesh.replicate, optim.delay, can_change))  # type: ignore[arg-type]
+    has_owners = choose_exchange(wanted, False, mesh.replicate, optim.delay, can_change) == OWNER
+    return replace(optim, exchange="owner" if has_owners else "all_gather")
 
 
-def memory_bytes(config: OptimConfig, model: nn.Module, mesh: MeshShape) -> dict[str, int]:
-    """Memory of one rank, activations and temporary tensors apart; shards are taken to be even."""
+def memory_bytes(config: OptimConfig, model: nn.Module, mesh: MeshShape, has_islands: bool = False) -> dict[str, int]:
+    """Memory of one rank, activations and temporary tensors apart; shards are taken to be even. The ranks of an island hold
+    all parameters and gradients, and share the rest."""
     needs = {"parameters": _bytes_of(model.parameters()), "gradients": _bytes_of(model.parameters())}
     if config.optimizer in DECOUPLED_OPTIMIZERS:
         optimizer = Decoupled(config, model, model, SoloTransport()).optimizer
@@ -93,7 +95,8 @@ def memory_bytes(config: OptimConfig, model: nn.Module, mesh: MeshShape) -> dict
         needs["optimizer state"] = _galore_bytes(config, model)
     else:
         needs["optimizer state"] = needs["parameters"] * _DENSE_STATES[config.optimizer]
-    return {name: needed // mesh.shard for name, needed in needs.items() if needed}
+    whole = ("parameters", "gradients") if has_islands else ()
+    return {name: needed // (1 if name in whole else mesh.shard) for name, needed in needs.items() if needed}
 
 
 def _exchange_bytes(optimizer: DeMo, num_replicas: int) -> dict[str, int]:

@@ -212,7 +212,10 @@ class Run:
         if self._sharding is not None:
             group, timeout_seconds = self._sharding.between_replicas, self._config.launch.timeout_seconds
             reach = choose_transport(None, group, timeout_seconds, self._key)
-        self.method: Method = build_method(self._config.optim, self._model, self._callable_model, reach)
+        launch, islands = self._config.launch, None
+        if launch.islands:
+            islands = {"islands": launch.islands, "secret": self._key, "timeout_seconds": launch.timeout_seconds}
+        self.method: Method = build_method(self._config.optim, self._model, self._callable_model, reach, islands)
 
     def _restore(self, checkpoint: Path) -> None:
         here, own = self._checkpoints.replicas_here(checkpoint), self._number
@@ -272,6 +275,9 @@ class Run:
         if self._sharding is not None:
             shape = self._sharding.shape
             replicas = f"{_count(shape.replicate, 'replica')} of {shape.shard} ranks each"
+        if self._config.launch.islands:
+            size = self._config.launch.islands
+            replicas = f"{_count(num_replicas // size, 'island')} of {size} ranks each"
         backend += (", signed" if num_replicas > 1 and self._key is not None else "") + words_for(self._config.launch)
         self._reporter.say(f"{optim.optimizer}{rule}, {replicas} on {self._device.type}{backend}, run in {self._job.folder}")
         if self.state.step:

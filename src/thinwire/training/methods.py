@@ -66,10 +66,17 @@ class Method(Protocol):
         ...
 
 
-def build_method(config: OptimConfig, model: nn.Module, callable_model: nn.Module, transport: Transport) -> Method:
-    """``callable_model`` is ``model`` itself or its compiled form; ``transport`` reaches the other replicas."""
+def build_method(
+    config: OptimConfig,
+    model: nn.Module,
+    callable_model: nn.Module,
+    transport: Transport,
+    islands: dict[str, Any] | None = None,
+) -> Method:
+    """``callable_model`` is ``model`` itself or its compiled form; ``transport`` reaches the other replicas, unless
+    ``islands`` are options of DeMo that do."""
     if config.optimizer in DECOUPLED_OPTIMIZERS:
-        return Decoupled(config, model, callable_model, transport)
+        return Decoupled(config, model, callable_model, transport, islands)
     if config.optimizer in PEERS:
         return Compressed(config, model, callable_model, transport)
     return Averaged(config, model, callable_model, transport.num_replicas, link_of(transport))
@@ -91,7 +98,14 @@ class Decoupled:
 
     state_is_shared, waits_in = False, "optimizer"
 
-    def __init__(self, config: OptimConfig, model: nn.Module, callable_model: nn.Module, transport: Transport) -> None:
+    def __init__(
+        self,
+        config: OptimConfig,
+        model: nn.Module,
+        callable_model: nn.Module,
+        transport: Transport,
+        islands: dict[str, Any] | None = None,
+    ) -> None:
         self.model = callable_model
         groups = decay_groups(list(model.named_parameters()), config.weight_decay)
         common: dict[str, Any] = {"momentum_decay": config.momentum_decay, "chunk": config.chunk, "topk": config.topk}
@@ -114,7 +128,7 @@ class Decoupled:
                 exchange=settle_exchange(config, model, transport.num_replicas, None if link is None else link.spec.link),
                 owner_topk=config.owner_topk or None,
                 betas=(config.beta1, config.beta2),
-                transport=transport,
+                **(islands or {"transport": transport}),
                 backend=config.kernels,
                 overlap=config.overlap,
                 delay=config.delay,

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.core.errors import first_line
-from thinwire.parallel.mesh import parse_mesh
+from thinwire.parallel.mesh import shape_of
 from thinwire.planner.links import format_bytes
 from thinwire.training.logs import Row, read_rows
 from thinwire.training.loop import Outcome
@@ -48,8 +48,8 @@ def summarise(outcome: Outcome, rows: list[Row]) -> dict[str, Any]:
     """All figures of a run, as plain data."""
     state = outcome.state
     evaluations = [row for row in rows if row["kind"] == "evaluation"]
-    mesh = outcome.job.config.launch.mesh
-    num_replicas, num_shards = parse_mesh(mesh) if mesh else (state.num_replicas, 1)
+    launch = outcome.job.config.launch
+    num_replicas, num_shards = shape_of(launch.mesh, launch.islands, state.num_replicas)
     dense = 2 * (num_replicas - 1) / num_replicas * num_parameters(outcome.model) / num_shards
     steps = max(1, state.step)
     return {

@@ -59,6 +59,16 @@ def test_rows_survive_an_interruption_and_the_last_of_a_kind_counts(tmp_path: Pa
     assert found[0] == cell()
 
 
+def test_a_slower_machine_is_told_from_a_slower_network() -> None:
+    parts = {"data": 0.0, "forward": 1.0, "backward": 2.0, "encode": 0.5, "exposed": 4.0, "apply": 0.4, "other": 0.1}
+    slow = cell(seconds=8.0, parts=parts)
+    fast = cell(seconds=6.0, parts={**parts, "forward": 0.5, "backward": 1.0, "encode": 0.25, "apply": 0.2, "other": 0.05})
+    assert slow.seconds_at(1.5) == pytest.approx(fast.seconds)
+    assert slow.seconds_at(slow.compute) == slow.seconds
+    waiting = cell(seconds=3.0, parts={**parts, "exposed": 3.5})
+    assert waiting.seconds_at(1.0) == 3.0, "a median step may be shorter than the mean wait"
+
+
 def test_rounds_are_merged_by_their_medians() -> None:
     rounds = [cell(round=place, seconds=seconds, hidden=seconds / 10) for place, seconds in enumerate([1.0, 9.0, 2.0])]
     failed = cell(round=3, error="host 1 died")
@@ -111,10 +121,8 @@ def test_the_tables_name_every_method_link_and_failure() -> None:
     assert "| method | 10mbit | unshaped |" in text
     assert "| demo | 1.1 | 1.1 |" in text
     assert "- 2 hosts, 10mbit, adamw: host 1 died" in text
-    assert (
-        "### Seconds to a validation loss of 4\n\n| method | 10mbit | unshaped |\n| --- | ---: | ---: |\n| demo | 6 | 6 |"
-        in text
-    )
+    assert "### Seconds to a validation loss of 4\n\nIn as many steps" in text
+    assert "| method | 10mbit | unshaped |\n| --- | ---: | ---: |\n| demo | 6 | 6 |" in text
     assert "| demo | 100 B | 300 B | 500 B | 302 B | +0.67 % |" in text
 
 

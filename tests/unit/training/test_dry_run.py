@@ -30,6 +30,9 @@ def test_memory_is_that_of_the_real_optimizer(update: str) -> None:
     assert needs["payloads"] == 4 * optimizer.plan.payload_bytes
     sharded = memory_bytes(config.optim, build_on_meta(config), MeshShape(4, 2))
     assert sharded == {name: needed // 2 for name, needed in needs.items()}
+    in_islands = memory_bytes(config.optim, build_on_meta(config), MeshShape(4, 2), has_islands=True)
+    whole = ("parameters", "gradients")
+    assert in_islands == {name: needed if name in whole else needed // 2 for name, needed in needs.items()}
 
 
 @pytest.mark.parametrize(("optimizer", "copies"), [("adamw", 2), ("sgd", 1)])
