@@ -30,19 +30,18 @@ class Pair:
     @property
     def choice(self) -> str:
         """What the planner would take."""
-        is_faster = self.owner_predicted.step_seconds < self.gather_predicted.step_seconds
-        return OWNER if is_faster else ALL_GATHER
+        return OWNER if self.predicted_gain > 0 else ALL_GATHER
 
     @property
     def measured_gain(self) -> float:
-        """Seconds of waiting that owners save, or cost if it is negative. Compute, which both have, is left out: it varies
-        with what else the machine does."""
-        return self.gather.parts["exposed"] - self.owner.parts["exposed"]
+        """Seconds that owners save of all that is not compute, or cost if it is negative. Both compute alike, but what that
+        takes varies with what else the machine does."""
+        return self.gather.not_compute - self.owner.not_compute
 
     @property
     def predicted_gain(self) -> float:
-        """The same, as the planner says."""
-        return self.gather_predicted.exposed_seconds - self.owner_predicted.exposed_seconds
+        """What owners save of a step, as the planner says."""
+        return self.gather_predicted.step_seconds - self.owner_predicted.step_seconds
 
 
 def pair_up(cells: Sequence[Cell], tensors: Sequence[TensorSpec]) -> list[Pair]:
@@ -69,17 +68,18 @@ def _predicted(cell: Cell, tensors: Sequence[TensorSpec], compute_seconds: float
 
 
 def exchange_table(pairs: Sequence[Pair]) -> str:
-    """A Markdown table: seconds per step with the extremes of all rounds, those spent waiting, what owners save of these as
-    measured and as predicted, and the bytes that came in at a host's interface."""
-    head = ["hosts", "link", "step: all-gather", "owners", "wait: all-gather", "owners", "saved", "predicted"]
-    head += ["the planner takes", "received: all-gather", "owners"]
-    lines = ["| " + " | ".join(head) + " |", "| ---: | --- |" + " ---: |" * 6 + " --- |" + " ---: |" * 2]
+    """A Markdown table. For both exchanges: seconds per step with the extremes of all rounds, those of it that are spent
+    waiting, all that are not compute, and the bytes that come in at a host's interface. What owners save of what is not
+    compute, as measured and as predicted."""
+    head = ["hosts", "link", "step, seconds", "waits", "not compute", "owners save", "predicted", "planner", "received"]
+    lines = ["| " + " | ".join(head) + " |", "| ---: | --- |" + " ---: |" * 5 + " --- | ---: |"]
     for pair in pairs:
         both = (pair.gather, pair.owner)
-        texts = [str(pair.gather.num_hosts), pair.gather.link]
-        texts += [f"{one.seconds:.2f} ({one.least_seconds:.2f} to {one.most_seconds:.2f})" for one in both]
-        texts += [f"{one.parts['exposed']:.2f}" for one in both]
+        spans = [f"{one.seconds:.2f} ({one.least_seconds:.2f} to {one.most_seconds:.2f})" for one in both]
+        texts = [str(pair.gather.num_hosts), pair.gather.link, "; ".join(spans)]
+        texts.append("; ".join(f"{one.parts['exposed']:.2f}" for one in both))
+        texts.append("; ".join(f"{one.not_compute:.2f}" for one in both))
         texts += [f"{gain:+.2f}" for gain in (pair.measured_gain, pair.predicted_gain)]
-        texts += [pair.choice.replace("_", "-"), *(format_bytes(one.received) for one in both)]
+        texts += [pair.choice.replace("_", "-"), "; ".join(format_bytes(one.received) for one in both)]
         lines.append("| " + " | ".join(texts) + " |")
     return "\n".join(lines)
