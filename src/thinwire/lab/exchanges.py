@@ -71,12 +71,24 @@ def exchange_table(pairs: Sequence[Pair]) -> str:
     """A Markdown table. For both exchanges: seconds per step with the extremes of all rounds, those of it that are spent
     waiting, all that are not compute, and the bytes that come in at a host's interface. What owners save of what is not
     compute, as measured and as predicted."""
-    head = ["hosts", "link", "step, seconds", "waits", "not compute", "owners save", "predicted", "planner", "received"]
-    lines = ["| " + " | ".join(head) + " |", "| ---: | --- |" + " ---: |" * 5 + " --- | ---: |"]
+    head = [
+        "overlap",
+        "hosts",
+        "link",
+        "step, seconds",
+        "waits",
+        "not compute",
+        "owners save",
+        "predicted",
+        "planner",
+        "received",
+    ]
+    lines = ["| " + " | ".join(head) + " |", "| --- | ---: | --- |" + " ---: |" * 5 + " --- | ---: |"]
     for pair in pairs:
         both = (pair.gather, pair.owner)
         spans = [f"{one.seconds:.2f} ({one.least_seconds:.2f} to {one.most_seconds:.2f})" for one in both]
-        texts = [str(pair.gather.num_hosts), pair.gather.link, "; ".join(spans)]
+        overlap = "yes" if pair.gather.settings["overlap"] else "no"
+        texts = [overlap, str(pair.gather.num_hosts), pair.gather.link, "; ".join(spans)]
         texts.append("; ".join(f"{one.parts['exposed']:.2f}" for one in both))
         texts.append("; ".join(f"{one.not_compute:.2f}" for one in both))
         texts += [f"{gain:+.2f}" for gain in (pair.measured_gain, pair.predicted_gain)]

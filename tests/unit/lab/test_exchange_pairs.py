@@ -1,14 +1,17 @@
 """All-gather beside owners as the lab measured them: what is a pair, and what the planner would have chosen."""
 
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
+from thinwire.commands.plan import tensors_of
 from thinwire.exchange.plan import TensorSpec
 from thinwire.lab.exchanges import PAIRS, Pair, exchange_table, pair_up
 from thinwire.lab.methods import METHODS
-from thinwire.lab.rows import PARTS, Cell
+from thinwire.lab.rows import PARTS, Cell, merge, read
 
+ROOT = Path(__file__).parents[3]
 TENSORS = [TensorSpec(f"w{index}", (512, 2560), "torch.float32", 0) for index in range(8)]
 
 
@@ -44,9 +47,18 @@ def test_the_choice_follows_the_link_and_the_overlap() -> None:
 def test_the_table_has_both_sides() -> None:
     head, rule, line = exchange_table(pairs()).splitlines()
     assert head.count("|") == rule.count("|") == line.count("|")
-    assert line.startswith("| 8 | 1mbit | 6.00 (5.90 to 6.10); 3.00 (2.90 to 3.10) | 4.50; 1.50 | 4.60; 1.60 | +3.00 | +")
+    assert line.startswith(
+        "| yes | 8 | 1mbit | 6.00 (5.90 to 6.10); 3.00 (2.90 to 3.10) | 4.50; 1.50 | 4.60; 1.60 | +3.00 | +"
+    )
     assert line.endswith("| owner | 1 MB; 400 kB |")
 
 
 def test_cells_without_a_counterpart_are_left_out() -> None:
     assert pair_up([cell("1mbit", "demo", 1.0), cell("unshaped", "demo-owner", 1.0)], TENSORS) == []
+
+
+def test_the_docs_table_is_that_of_the_stored_rows() -> None:
+    document = (ROOT / "docs" / "planner.md").read_text()
+    table = exchange_table(pair_up(merge(read(ROOT / "results/lab_owner/2026-11-16_cpu/rows.jsonl")), tensors_of("gpt-10m")))
+    for line in table.splitlines():
+        assert line in document
