@@ -10,7 +10,7 @@ from tests.training import flat
 from thinwire import DeMo
 from thinwire.exchange.loopback import LoopbackTransport, run_replicas
 
-OPTIONS: dict[str, Any] = {"lr": 1e-2, "chunk": 16, "topk": 8, "dense_below": 60, "check_drift_every": 2}
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "chunk": 16, "topk": 8, "dense_below": 60, "check_drift_every": 0}
 # A scalar, a vector that is cut, rows that no chunk divides, a convolution, one that lies in memory column by column, a
 # stack of matrices, one that is empty, a single row.
 SHAPES = ((), (130,), (37, 21), (6, 3, 3), (48, 33), (5, 16, 24), (0, 4), (1, 7), (90, 16))

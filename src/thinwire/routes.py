@@ -294,7 +294,7 @@ def make_route(
     """The one that the plan asks for; alone, there is nobody else to own anything."""
     if plan.answers is None or transport.num_replicas == 1:
         return Gather(plan, local, transport, traffic)
-    answering = LocalStep(plan.answers, local.tensors, backend, for_answers(decoding))
+    answering = LocalStep(plan.answers, local.tensors, backend, for_answers(decoding), local.island)
     return Owners(plan, local, answering, transport, traffic, decoding, drops)
 
 

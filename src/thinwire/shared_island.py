@@ -213,7 +213,7 @@ class SharedIsland(Island):
         own = sizes[self._inside.rank]
         self._traffic.add_inside(sum(sizes) - own, own * (self._inside.num_ranks - 1))
         self._num_swapped += 1
-        return received_LB.view(message_N.dtype)
+        return received_LB.view(-1).view(message_N.dtype).view(self._inside.num_ranks, page.sizes[self._inside.rank])
 
     def spread_(self, bucket: Bucket) -> None:
         """Give each other the parameters of a bucket, as their owners have changed them."""

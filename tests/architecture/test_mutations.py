@@ -46,7 +46,7 @@ MUTATIONS = [
         "shared_island.py",
         "return mean_S.div_(self._inside.num_ranks)",
         "return mean_S",
-        "tests/unit/test_shared_island.py::test_each_rank_may_have_its_own_loss_scale",
+        "tests/unit/test_shared_island.py::test_islands_equal_replicas_with_the_mean_gradients[2-8-options4]",
     ),
     Mutation(
         "a share ends inside a chunk",

@@ -96,7 +96,7 @@ def _refused(rank: int) -> dict[str, str]:
 
 def _one_fails_then_one_stays_away(rank: int) -> list[str]:
     model, said = Shapes(0), []
-    optimizer = DeMo(model.named_parameters(), islands=2, num_buckets=2, timeout_seconds=3, **OPTIONS)
+    optimizer = DeMo(model.named_parameters(), islands=2, num_buckets=2, timeout_seconds=1.5, **OPTIONS)
     for step in range(4):
         set_gradients(model, step, rank)
         encode = optimizer._local.encode_

@@ -45,14 +45,19 @@ def divide(
         raise ValueError(
             f"a {type(transport).__name__} cannot be divided into islands; pass process_group, or a transport that can"
         )
-    mine, counterparts = _place(_agree(islands, flat, transport, group, setup), flat.replica)
+    found = _agree(islands, flat, transport, group, setup)
+    mine, counterparts = _place(found, flat.replica)
     if transport is not None:
         among: Any = transport.among
         inside: Inside = InsideTransport(among(mine), mine) if len(mine) > 1 else ALONE
         return choose_transport(among(counterparts), None, timeout_seconds, secret, setup), inside
-    between_group, inside_group = _groups(islands, mine, counterparts, group, timeout_seconds)
-    inside = ALONE if inside_group is None else InsideGroup(inside_group, timeout_seconds)
-    between = SoloTransport() if between_group is None else default_transport(between_group, timeout_seconds)
+    if hasattr(islands, "get_group"):
+        groups = [islands.get_group(axis) for axis in (1, 0)]
+    else:
+        ranks = [[_ranks(group)[number] for number in island] for island in found] if flat.num_replicas > 1 else []
+        groups = [_make_groups(lists, group, timeout_seconds) for lists in (ranks, list(zip(*ranks, strict=True)))]
+    inside = ALONE if len(mine) == 1 else InsideGroup(groups[0], timeout_seconds)
+    between = SoloTransport() if len(counterparts) == 1 else default_transport(groups[1], timeout_seconds)
     return choose_transport(between, None, timeout_seconds, secret, setup), inside
 
 
@@ -123,31 +128,23 @@ def _place(islands: list[list[int]], rank: int) -> tuple[list[int], list[int]]:
     return mine, [ranks[mine.index(rank)] for ranks in islands]
 
 
-def _groups(
-    islands: object,
-    mine: list[int],
-    counterparts: list[int],
-    group: dist.ProcessGroup | None,
-    timeout_seconds: float,
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Process groups for both, None for one rank alone; a mesh has them already."""
-    if hasattr(islands, "get_group"):
-        axes = (0, counterparts), (1, mine)
-        between, inside = (islands.get_group(axis) if len(ranks) > 1 else None for axis, ranks in axes)
-        return between, inside
-    made = []
-    for numbers in (mine, counterparts):  # in the same order everywhere
-        ranks = _ranks(group) if len(numbers) > 1 else []
-        made.append(_new_group([ranks[number] for number in numbers], group, timeout_seconds) if ranks else None)
-    return made[1], made[0]
+def _make_groups(
+    lists: Sequence[Sequence[int]], group: dist.ProcessGroup | None, timeout_seconds: float
+) -> dist.ProcessGroup | None:
+    """Of these lists of ranks, the group of the one that this rank is in.
 
-
-def _new_group(ranks: list[int], group: dist.ProcessGroup | None, timeout_seconds: float) -> dist.ProcessGroup | None:
-    """Only the ranks of the new group take part, since others may not be in ``group`` at all."""
-    backend = None if group is None else dist.get_backend(group)
-    deadline = timedelta(seconds=timeout_seconds)
-    made: dist.ProcessGroup | None = dist.new_group(ranks, deadline, backend, use_local_synchronization=True)
-    return made
+    All ranks of the world make all groups, as torch wants it. Where some ranks do not train with these, they cannot: then a
+    group is made by its members alone, which all must have made equally many groups before.
+    """
+    own, is_world = None, sum(len(ranks) for ranks in lists) == dist.get_world_size()
+    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_seconds)}
+    options["backend"] = None if group is None else dist.get_backend(group)
+    for ranks in lists:
+        is_member = dist.get_rank() in ranks
+        if len(ranks) > 1 and (is_member or is_world):
+            made = dist.new_group(list(ranks), use_local_synchronization=not is_world, **options)
+            own = made if is_member else own
+    return own
 
 
 def _host() -> bytes:

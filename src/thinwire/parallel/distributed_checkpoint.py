@@ -177,7 +177,7 @@ def _on_host(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_on_host(item) for item in value]
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
+        return value.detach().to("cpu", copy=True).contiguous()  # safetensors wants it so
     return value
 
 
