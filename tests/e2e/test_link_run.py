@@ -21,3 +21,15 @@ def test_a_run_over_a_modelled_link(tmp_path: Path) -> None:
     exchange = ring_all_gather(round(summary["sent_bytes_per_step"]), 2)
     warm = replace(parse_link("10mbit,40ms").link, window_bytes=None)
     assert summary["seconds"]["network"] >= STEPS * network_seconds(exchange, warm, 2)
+
+
+def test_the_link_chooses_owners_and_the_run_goes_on(tmp_path: Path) -> None:
+    options = ["--link", "1mbit", "--exchange", "auto", "--topk", "256", "--batch", "6", "--out", "run", "--steps", "4"]
+    done = replicas("train", "quickstart", *TINY, *options, cwd=tmp_path, number=3)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = replicas("train", "--resume", "run", "--steps", "6", cwd=tmp_path, number=3)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 6
+    sent, received = summary["sent_bytes_per_step"], summary["received_bytes_per_step"]
+    assert sent < received < 2 * sent, "an all-gather of three would receive twice what it sends"

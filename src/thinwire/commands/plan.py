@@ -50,6 +50,10 @@ class PlanCommand:
     """Edge of the chunks."""
     overlap: bool = False
     """Let Thinwire's rows be those of overlap=True: buckets leave while backward runs."""
+    exchange: Literal["auto", "all_gather", "owner"] = "auto"
+    """Thinwire's exchange; auto takes the faster one in each row, and says what a step with the other would take."""
+    owner_topk: int | None = None
+    """Coefficients per chunk that owners answer with; twice the row's unless given."""
     figure: Path | None = None
     """Also draw efficiency against bandwidth, as a PNG file."""
     debug: bool = False
@@ -73,6 +77,8 @@ def command(arguments: list[str]) -> int:
         values=asked.values,
         chunk=asked.chunk,
         overlap=asked.overlap,
+        exchange=asked.exchange,
+        owner_topk=asked.owner_topk,
     )
     from thinwire.planner.table import print_report
 

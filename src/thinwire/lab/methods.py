@@ -56,10 +56,12 @@ class LabMethod:
 
 _EARLY = {"overlap": True, "clip": 0.0}
 _SIGN = {"update": "sign", "topk": 32, "momentum_decay": 0.999, "lr": 1e-3}
-# The learning rates are the best of those tried: results/lab_losses.
+# The learning rates are the best of those tried: results/lab_losses. For demo-owner, that of demo.
 METHODS: dict[str, LabMethod] = {
     "demo": LabMethod("demo", {**_SIGN, **_EARLY}),
+    "demo-owner": LabMethod("demo", {**_SIGN, **_EARLY, "exchange": "owner"}),
     "demo-after": LabMethod("demo", _SIGN),
+    "demo-owner-after": LabMethod("demo", {**_SIGN, "exchange": "owner"}),
     "demo-muon": LabMethod("demo", {**_EARLY}),
     "published-code": LabMethod("published-code"),
     "adamw": LabMethod("adamw", {"lr": 3e-4}),

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
+from thinwire.exchange.choice import OWNER
 from thinwire.lab.rows import Cell
-from thinwire.planner.cost import DEVICES, Exchange, Workload, num_rounds, predict
+from thinwire.planner.cost import DEVICES, Exchange, Workload, all_to_all, num_rounds, predict, ring_all_gather
 from thinwire.planner.link_spec import UNSHAPED, parse_link
 
 _ALL_REDUCE = (
@@ -56,12 +57,17 @@ def workload_of(cell: Cell) -> Workload:
     costs = DEVICES["cpu"]
     kind = "all-reduce" if cell.method in _ALL_REDUCE else "all-gather"
     num_exchanges = max(1, round(cell.num_exchanges * cell.period))
+    demo_overlap = costs.ddp_overlap if costs.demo_overlap is None else costs.demo_overlap
     is_demo = cell.settings.get("overlap", False)
     is_early = is_demo or cell.method in _DDP
     # DDP's buckets, and DeMo's, are under way at the same time: their latencies overlap, and only one shows.
     is_one = is_early or cell.method in _TOGETHER
     rounds = num_rounds(kind, cell.num_hosts) * (1 if is_one else num_exchanges)
     exchange = Exchange(round(cell.meter_sent * cell.period), round(cell.meter_received * cell.period), rounds)
+    answers = None
+    if cell.settings.get("exchange") == OWNER:
+        exchange, answers = _slices_and_answers(cell)
+        num_exchanges //= 2
     return Workload(
         method=cell.method,
         topk=None,
@@ -69,10 +75,23 @@ def workload_of(cell: Cell) -> Workload:
         exchange=exchange,
         compute_seconds=max(0.0, cell.seconds - cell.parts["exposed"]),
         optimizer_seconds=0.0,
-        hidden_seconds=costs.ddp_overlap * cell.parts["backward"] if is_early else 0.0,
+        hidden_seconds=(demo_overlap if is_demo else costs.ddp_overlap) * cell.parts["backward"] if is_early else 0.0,
         trips_per_round=costs.trips_per_round,
         num_buckets=num_exchanges if is_demo else None,
+        answers=answers,
     )
+
+
+def _slices_and_answers(cell: Cell) -> tuple[Exchange, Exchange]:
+    """What went to owners and what came from them: an answer is sent once and a slice to each of the others, so that the two
+    can be told apart by what was sent and received; not with two hosts, where coefficients must do."""
+    from_each = cell.meter_received / (cell.num_hosts - 1)
+    if cell.num_hosts > 2:
+        answer = (cell.meter_received - cell.meter_sent) / (cell.num_hosts - 2)
+    else:
+        topk, owner_topk = cell.settings["topk"], cell.settings["owner_topk"] or 2 * cell.settings["topk"]
+        answer = from_each * owner_topk / (topk + owner_topk)
+    return all_to_all(round(from_each - answer), cell.num_hosts), ring_all_gather(round(answer), cell.num_hosts)
 
 
 def error_table(found: Sequence[Predicted], by: Literal["method", "link"] = "method") -> str:

@@ -6,8 +6,7 @@ w bytes per second of the link, t one-way seconds (half of the round trip), a on
     transfer = received / w + slow start,  latency = a * rounds * t,  network = transfer + latency
     hidden   = overlap * 2/3 * C for DDP, and for DeMo if it overlaps, else 0
     exposed  = max(0, network - hidden) for DDP, unless its number of buckets is given
-             = max(transfer / n, transfer - (n - 1) / n * hidden) + latency for DeMo in n buckets, the slow start being
-               that of the first bucket
+             = what is left of n buckets, see `in_buckets`, for DeMo; in an owner exchange also all of the answers
     step     = C + optimizer + exposed
     efficiency = C / step
 
@@ -15,13 +14,17 @@ w bytes per second of the link, t one-way seconds (half of the round trip), a on
 | --- | --- | --- |
 | ring all-reduce | 2 (R - 1) / R * G | 2 (R - 1) |
 | ring all-gather | (R - 1) * P | R - 1 |
+| all-to-all | (R - 1) / R * P | 1 |
 
-In both a rank also transmits what it receives, in the other direction of its link. Pure functions; no shapes, no codecs.
+In all of them a rank also transmits what it receives, in the other direction of its link. Pure functions; no shapes, no
+codecs.
 """
 
 import math
+from collections import deque
 from dataclasses import dataclass, replace
 
+from thinwire.exchange.choice import ALL_GATHER
 from thinwire.planner.links import Link
 
 # Backward computes two matrix products for each one of forward.
@@ -29,6 +32,8 @@ BACKWARD_SHARE = 2 / 3
 PUBLISHED_COLLECTIVES_PER_TENSOR = 2
 # In gloo a receiver first says that it is ready, so that a round costs a whole round trip.
 TRIPS_PER_ROUND = 2
+# gloo has two threads for them.
+COLLECTIVES_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,9 @@ class DeviceCosts:
     ``ddp_overlap`` is the share of backward under which DDP can hide its all-reduce, ``demo_overlap`` that under which
     DeMo's buckets can leave with ``overlap=True`` (None: as for DDP). ``ddp_buckets`` is how many DDP has (None: endlessly
     many, its best case). ``trips_per_round`` is 2 where a receiver first tells the sender that it is ready, as gloo does, so
-    that each round costs a whole round trip; 1 is the least there can be.
+    that each round costs a whole round trip; 1 is the least there can be. ``decode_ns_per_parameter`` is what
+    every payload but the first adds to DeMo's step, ``owner_ns_per_parameter`` what an owner exchange adds for each
+    parameter that a replica owns. ``collectives_at_once`` is how many of a group run together.
     """
 
     adamw_ns_per_parameter: float
@@ -49,10 +56,13 @@ class DeviceCosts:
     trips_per_round: int = TRIPS_PER_ROUND
     demo_overlap: float | None = None
     ddp_buckets: int | None = None
+    decode_ns_per_parameter: float = 0.0
+    owner_ns_per_parameter: float = 0.0
+    collectives_at_once: int = COLLECTIVES_AT_ONCE
 
     def __post_init__(self) -> None:
         """Refuse costs that make no sense."""
-        for name in ("adamw_ns_per_parameter", "demo_ns_per_parameter", "published_ns_per_parameter"):
+        for name in (f"{method}_ns_per_parameter" for method in ("adamw", "demo", "published", "decode", "owner")):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a number of at least 0")
         for name in ("ddp_overlap", "demo_overlap"):
@@ -63,15 +73,27 @@ class DeviceCosts:
             raise ValueError(f"ddp_buckets={self.ddp_buckets!r} must be at least 1; leave it out for DDP's best case")
         if self.trips_per_round not in (1, 2):
             raise ValueError(f"trips_per_round={self.trips_per_round!r} must be 1 or 2")
+        if self.collectives_at_once < 1:
+            raise ValueError(f"collectives_at_once={self.collectives_at_once!r} must be at least 1")
 
 
 # Where each number is from: docs/planner.md.
 DEVICES = {
     "cpu": DeviceCosts(
-        adamw_ns_per_parameter=1.5, demo_ns_per_parameter=10.0, published_ns_per_parameter=30.0, ddp_overlap=0.3
+        adamw_ns_per_parameter=1.5,
+        demo_ns_per_parameter=10.0,
+        published_ns_per_parameter=30.0,
+        ddp_overlap=0.3,
+        demo_overlap=1.0,
+        decode_ns_per_parameter=1.6,
+        owner_ns_per_parameter=8.0,
     ),
     "gpu": DeviceCosts(
-        adamw_ns_per_parameter=0.0081, demo_ns_per_parameter=0.0077, published_ns_per_parameter=0.19, ddp_overlap=1.0
+        adamw_ns_per_parameter=0.0081,
+        demo_ns_per_parameter=0.0077,
+        published_ns_per_parameter=0.19,
+        ddp_overlap=1.0,
+        owner_ns_per_parameter=0.19,
     ),
 }
 
@@ -82,7 +104,8 @@ class Exchange:
 
     ``sent_bytes`` counts a message once, whoever receives it, as `DeMo.traffic` does. ``received_bytes`` is what the link
     carries in each direction: in a ring a rank passes on as much as it receives. ``num_pauses`` is how often the link was
-    idle before, if only for a moment. Where replicas speak in one of ``period`` steps, all is an average over these.
+    idle before, if only for a moment. Where replicas speak in one of ``period`` steps, all is an average over these. A round
+    is over ``num_streams`` connections at once, each of which has a window of its own.
     """
 
     sent_bytes: int
@@ -90,6 +113,7 @@ class Exchange:
     num_rounds: float
     num_pauses: int = 1
     period: int = 1
+    num_streams: int = 1
 
     @property
     def message_bytes(self) -> float:
@@ -109,7 +133,8 @@ class Exchange:
 @dataclass(frozen=True)
 class Workload:
     """One step of a method on a device, whatever the link. ``hidden_seconds``: the network time backward can hide.
-    ``num_buckets``: the exchange is in so many parts, the last of which begins after backward; None: in endlessly many."""
+    ``num_buckets``: the exchange is in so many parts, the last of which begins after backward; None: in endlessly many.
+    ``answers`` are owners' to what they got in the exchange. ``exchange_name``: which one, where there are two."""
 
     method: str
     topk: int | None
@@ -120,6 +145,19 @@ class Workload:
     hidden_seconds: float = 0.0
     trips_per_round: int = TRIPS_PER_ROUND
     num_buckets: int | None = None
+    answers: Exchange | None = None
+    collectives_at_once: int = COLLECTIVES_AT_ONCE
+    exchange_name: str | None = None
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of the exchange and of answers."""
+        return self.exchange.sent_bytes + (0 if self.answers is None else self.answers.sent_bytes)
+
+    @property
+    def received_bytes(self) -> int:
+        """Of the exchange and of answers."""
+        return self.exchange.received_bytes + (0 if self.answers is None else self.answers.received_bytes)
 
     @property
     def pause_seconds(self) -> float:
@@ -135,7 +173,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One step of a method on a link. ``exposed_seconds`` is the network time that nothing hides."""
+    """One step of a method on a link. ``exposed_seconds`` is the network time that nothing hides. Where a method has two
+    exchanges, ``exchange_name`` is the one that the figures are for, ``other_step_seconds`` the step with the other."""
 
     method: str
     topk: int | None
@@ -147,6 +186,8 @@ class Prediction:
     optimizer_seconds: float
     network_seconds: float
     exposed_seconds: float
+    exchange_name: str | None = None
+    other_step_seconds: float | None = None
 
     @property
     def local_seconds(self) -> float:
@@ -195,7 +236,7 @@ def ring_all_gather(num_bytes: int, num_replicas: int, num_collectives: int = 1)
 def all_to_all(num_bytes: int, num_replicas: int) -> Exchange:
     """Bring ``num_bytes`` of each rank to each other one, in one round: nothing is passed on."""
     num_others = num_replicas - 1
-    return Exchange(num_others * num_bytes, num_others * num_bytes, min(1, num_others))
+    return Exchange(num_others * num_bytes, num_others * num_bytes, min(1, num_others), num_streams=max(1, num_others))
 
 
 def tree_broadcast(num_bytes: int, num_replicas: int) -> Exchange:
@@ -212,12 +253,13 @@ def transfer_seconds(exchange: Exchange, link: Link) -> float:
     A step's first message pays for that. Those that follow find a window that has grown to hold as much as it did."""
     passed = min(exchange.received_bytes, link.burst_bytes * exchange.num_pauses)
     seconds = (exchange.received_bytes - passed) / link.bytes_per_second
-    return seconds + slow_start_seconds(exchange.message_bytes, link) / exchange.period
+    return seconds + slow_start_seconds(exchange.message_bytes, link, exchange.num_streams) / exchange.period
 
 
-def slow_start_seconds(num_bytes: float, link: Link) -> float:
-    """What a window that begins small and doubles costs: it is filled once in each round trip, until it fills the link."""
-    seconds, left, window = 0.0, num_bytes, link.window_bytes or math.inf
+def slow_start_seconds(num_bytes: float, link: Link, num_streams: int = 1) -> float:
+    """What a window that begins small and doubles costs: it is filled once in each round trip, until it fills the link.
+    Those of several streams add up."""
+    seconds, left, window = 0.0, num_bytes, num_streams * (link.window_bytes or math.inf)
     while left > window and window < link.bytes_per_second * link.round_trip_seconds:
         seconds += link.round_trip_seconds - window / link.bytes_per_second
         left, window = left - window, 2 * window
@@ -234,21 +276,35 @@ def network_seconds(exchange: Exchange, link: Link, trips_per_round: int) -> flo
     return transfer_seconds(exchange, link) + latency_seconds(exchange, link, trips_per_round)
 
 
-def exposed_seconds(workload: Workload, link: Link) -> float:
-    """The network time that nothing hides, on the link as the pause before has left it.
-
-    In n buckets, the i-th ready after i / n of what can hide them, bytes leave in order and latencies overlap. What is left
-    at the end is decided by the first bucket, which pays for a slow start, if the link has been busy ever since, or by the
-    last, which cannot hide.
-    """
-    exchange = workload.exchange
+def workload_seconds(workload: Workload, link: Link, hidden_seconds: float) -> float:
+    """The network time of a step that is left where so much of it can hide, on the link as the pause before has left it.
+    Answers begin when all else is there, and hide behind nothing."""
+    exchange, trips = workload.exchange, workload.trips_per_round
     if workload.num_buckets is None:
-        return max(0.0, network_seconds(exchange, link, workload.trips_per_round) - workload.hidden_seconds)
-    share = 1 / workload.num_buckets
-    start = slow_start_seconds(share * exchange.message_bytes, link) / exchange.period
-    transfer = transfer_seconds(exchange, replace(link, window_bytes=None))
-    left = max(share * transfer, start + transfer - (1 - share) * workload.hidden_seconds)
-    return left + latency_seconds(exchange, link, workload.trips_per_round)
+        return max(0.0, network_seconds(exchange, link, trips) - hidden_seconds)
+    buckets = (link, trips, workload.num_buckets, workload.collectives_at_once)
+    left = in_buckets(exchange, *buckets, hidden_seconds)
+    return left if workload.answers is None else left + in_buckets(workload.answers, *buckets, 0.0)
+
+
+def in_buckets(
+    exchange: Exchange, link: Link, trips_per_round: int, num_buckets: int, at_once: int, hidden_seconds: float
+) -> float:
+    """What is left of an exchange in n buckets, the i-th of which is ready after i / n of what can hide them.
+
+    Bytes leave in order, the first bucket's with a slow start; latencies overlap, but only so many buckets are under way at
+    once.
+    """
+    start = slow_start_seconds(exchange.message_bytes / num_buckets, link, exchange.num_streams) / exchange.period
+    transfer = transfer_seconds(exchange, replace(link, window_bytes=None)) / num_buckets
+    latency = latency_seconds(exchange, link, trips_per_round)
+    free_at, ends = 0.0, deque[float](maxlen=at_once)
+    for bucket in range(1, num_buckets + 1):
+        has_turn = ends[0] if len(ends) == at_once else 0.0
+        begins = max(free_at, has_turn, bucket / num_buckets * hidden_seconds)
+        free_at = begins + transfer + (start if bucket == 1 else 0.0)
+        ends.append(free_at + latency)
+    return ends[-1] - hidden_seconds
 
 
 def ddp(
@@ -305,16 +361,19 @@ def thinwire_demo(
     """Thinwire's DeMo: one all-gather of all payloads after backward, or, with more than one bucket, ``overlap=True``. What
     encoding costs is not hidden: it takes the device's time wherever it runs."""
     overlap = costs.ddp_overlap if costs.demo_overlap is None else costs.demo_overlap
+    ns_per_parameter = costs.demo_ns_per_parameter + (num_replicas - 1) * costs.decode_ns_per_parameter
     return Workload(
         method="Thinwire DeMo",
         topk=topk,
         values=values,
         exchange=ring_all_gather(payload_bytes, num_replicas),
         compute_seconds=compute_seconds,
-        optimizer_seconds=num_parameters * costs.demo_ns_per_parameter * 1e-9,
+        optimizer_seconds=num_parameters * ns_per_parameter * 1e-9,
         hidden_seconds=overlap * BACKWARD_SHARE * compute_seconds if num_buckets > 1 else 0.0,
         trips_per_round=costs.trips_per_round,
         num_buckets=num_buckets,
+        collectives_at_once=costs.collectives_at_once,
+        exchange_name=ALL_GATHER,
     )
 
 
@@ -326,10 +385,11 @@ def predict(workload: Workload, link: Link) -> Prediction:
         topk=workload.topk,
         values=workload.values,
         label=workload.label,
-        sent_bytes=workload.exchange.sent_bytes,
-        received_bytes=workload.exchange.received_bytes,
+        sent_bytes=workload.sent_bytes,
+        received_bytes=workload.received_bytes,
         compute_seconds=workload.compute_seconds,
         optimizer_seconds=workload.optimizer_seconds,
-        network_seconds=network_seconds(workload.exchange, found, workload.trips_per_round),
-        exposed_seconds=exposed_seconds(workload, found),
+        network_seconds=workload_seconds(workload, found, 0.0),
+        exposed_seconds=workload_seconds(workload, found, workload.hidden_seconds),
+        exchange_name=workload.exchange_name,
     )

@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from thinwire.planner.cost import predict
 from thinwire.planner.links import format_bandwidth
-from thinwire.planner.report import MOST_USEFUL_TOPK, Report, recommend
+from thinwire.planner.owners import fastest
+from thinwire.planner.report import MOST_USEFUL_TOPK, Report, cheapest_codec, recommend
 
 _LEAST_BITS, _MOST_BITS = 1e6, 100e9
 _POINTS_PER_DECADE = 24
@@ -57,9 +57,7 @@ def _lines_to_draw(report: Report) -> list[str]:
     """DDP, published DeMo, and Thinwire in its cheapest codec at the smallest, the useful and the largest topk."""
     rows = report.predictions
     others = [row.label for row in rows if row.method != "Thinwire DeMo"]
-    ours = [row for row in rows if row.method == "Thinwire DeMo"]
-    cheapest = min(ours, key=lambda row: row.sent_bytes).values
-    ours = sorted((row for row in ours if row.values == cheapest), key=lambda row: row.topk or 0)
+    ours = cheapest_codec(report)
     useful = [row for row in ours if (row.topk or 0) <= MOST_USEFUL_TOPK][-1:]
     chosen = [row.label for row in (ours[0], *useful, ours[-1])]
     return list(dict.fromkeys(others + chosen))
@@ -74,9 +72,8 @@ def _curves(report: Report, rates: list[float]) -> dict[tuple[float, ...], str]:
     """Efficiencies and names. Lines that would hide each other, as all do with one replica, are one line with all names."""
     names: dict[tuple[float, ...], list[str]] = {}
     for label in _lines_to_draw(report):
-        workload = next(workload for workload in report.workloads if workload.label == label)
         links = (replace(report.link, bits_per_second=rate) for rate in rates)
-        heights = tuple(round(predict(workload, link).efficiency, 3) for link in links)
+        heights = tuple(round(fastest(report.by_label[label], link).efficiency, 3) for link in links)
         names.setdefault(heights, []).append(label)
     return {heights: "\n".join(labels) for heights, labels in names.items()}
 

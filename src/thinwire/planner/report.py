@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from thinwire.core.errors import check_choice, check_int
+from thinwire.exchange.choice import ALL_GATHER, AUTO, OWNER
 from thinwire.exchange.plan import Coding, ExchangePlan, TensorSpec, make_plan
-from thinwire.planner.cost import DEVICES, DeviceCosts, Prediction, Workload, ddp, predict, published_demo, thinwire_demo
+from thinwire.planner.cost import DEVICES, DeviceCosts, Prediction, Workload, ddp, published_demo
 from thinwire.planner.links import Link, format_seconds
+from thinwire.planner.owners import both_exchanges, fastest, sizes_of
 from thinwire.wire.values import VALUE_CODECS
 
 DENSE_NAMES = {8: "fp64", 4: "fp32", 2: "bf16"}
@@ -29,7 +31,8 @@ _EDGE = 64
 
 @dataclass(frozen=True)
 class Report:
-    """What was asked, and one workload per method: AdamW under DDP, published DeMo, Thinwire at each topk and codec."""
+    """What was asked, and a workload per method: AdamW under DDP, published DeMo, and Thinwire at each topk and codec, with
+    each exchange that comes into question."""
 
     num_parameters: int
     num_replicas: int
@@ -50,9 +53,17 @@ class Report:
         )
 
     @cached_property
+    def by_label(self) -> dict[str, tuple[Workload, ...]]:
+        """The workloads of each row: one, or one for each exchange."""
+        found: dict[str, tuple[Workload, ...]] = {}
+        for workload in self.workloads:
+            found[workload.label] = (*found.get(workload.label, ()), workload)
+        return found
+
+    @cached_property
     def predictions(self) -> tuple[Prediction, ...]:
-        """One per workload, in the same order."""
-        return tuple(predict(workload, self.link) for workload in self.workloads)
+        """One per method and setting, with the exchange that is faster on this link."""
+        return tuple(fastest(workloads, self.link) for workloads in self.by_label.values())
 
     def at(self, link: Link) -> "Report":
         """The same training on another link."""
@@ -81,6 +92,8 @@ def make_report(
     chunk: int = 64,
     dense_below: int = 4096,
     overlap: bool = False,
+    exchange: str = AUTO,
+    owner_topk: int | None = None,
 ) -> Report:
     """Predict one step of every method. Payload sizes are those of the exchange plan, exact to the byte.
 
@@ -97,8 +110,13 @@ def make_report(
         chunk: edge of the chunks.
         dense_below: tensors with fewer elements take the dense path.
         overlap: Thinwire's rows are those of ``overlap=True``, in as many buckets as that has.
+        exchange: ``all_gather`` or ``owner`` for Thinwire's rows; ``auto`` takes the faster one in each.
+        owner_topk: coefficients that owners answer with; twice ``topk`` unless it is given.
     """
     check_choice("device", device, DEVICES)
+    check_choice("exchange", exchange, (ALL_GATHER, OWNER, AUTO))
+    if owner_topk is not None:
+        check_int("owner_topk", owner_topk, 1)
     _check_inputs(num_replicas, compute_seconds, gradient_bytes_per_element, topks, values, chunk, dense_below)
     num_parameters = sum(math.prod(spec.shape) for spec in tensors)
     if num_parameters == 0:
@@ -106,11 +124,23 @@ def make_report(
     specs = tuple(replace(spec, group=0) for spec in tensors)
     device_costs = DEVICES[device] if costs is None else costs
     num_buckets = OVERLAPPED_BUCKETS if overlap else 1
-    step = _Step(specs, num_parameters, num_replicas, compute_seconds, device_costs, chunk, dense_below, num_buckets)
+    names = (ALL_GATHER, OWNER) if exchange == AUTO and num_replicas > 1 else (exchange.replace(AUTO, ALL_GATHER),)
+    step = _Step(
+        specs,
+        num_parameters,
+        num_replicas,
+        compute_seconds,
+        device_costs,
+        chunk,
+        dense_below,
+        num_buckets,
+        names,
+        owner_topk,
+    )
     widths = sorted({gradient_bytes_per_element, 2}, reverse=True)
     workloads = [step.ddp(width) for width in widths]
     workloads.append(step.published())
-    workloads += [step.thinwire(topk, name) for topk in topks for name in values]
+    workloads += [workload for topk in topks for name in values for workload in step.thinwire(topk, name)]
     return Report(num_parameters, num_replicas, link, compute_seconds, device, tuple(workloads), overlap)
 
 
@@ -126,6 +156,8 @@ class _Step:
     chunk: int
     dense_below: int
     num_buckets: int
+    exchanges: tuple[str, ...]
+    owner_topk: int | None
 
     def ddp(self, bytes_per_element: int) -> Workload:
         name = DENSE_NAMES[bytes_per_element]
@@ -139,11 +171,12 @@ class _Step:
             self.num_parameters, payload, num_tensors, PUBLISHED_TOPK, self.num_replicas, self.compute_seconds, self.costs
         )
 
-    def thinwire(self, topk: int, values: str) -> Workload:
+    def thinwire(self, topk: int, values: str) -> list[Workload]:
         plan = self._plan(topk, values, "adaptive", self.num_buckets)
-        count, size = self.num_parameters, plan.payload_bytes
+        sizes = sizes_of(plan, self.num_replicas, self.owner_topk)
         kept = (topk, values, self.num_replicas, self.compute_seconds, self.costs)
-        return thinwire_demo(count, size, *kept, num_buckets=max(1, len(plan.buckets)))
+        both = both_exchanges(self.num_parameters, sizes, *kept)
+        return [workload for workload in both if workload.exchange_name in self.exchanges]
 
     def _plan(self, topk: int, values: str, layout: str, num_buckets: int = 1) -> ExchangePlan:
         return make_plan(self.tensors, [Coding(self.chunk, topk, values, layout, self.dense_below)], num_buckets)
@@ -193,16 +226,21 @@ def recommend(report: Report) -> Recommendation:
     best = min(dense, key=lambda row: row.step_seconds)
     if best.step_seconds <= chosen.step_seconds:
         return Recommendation(best, _ddp_is_faster(best, chosen))
-    return Recommendation(chosen, f"{_why_topk(chosen)} {_gain(chosen, best)}")
+    return Recommendation(chosen, f"{_why_topk(chosen)} {_gain(chosen, best)}{_why_exchange(chosen)}")
 
 
 def _choose_demo(report: Report) -> Prediction:
-    rows = [row for row in report.predictions if row.method == "Thinwire DeMo"]
-    fewest = min(row.sent_bytes for row in rows)
-    cheapest = next(row.values for row in rows if row.sent_bytes == fewest)
-    rows = sorted((row for row in rows if row.values == cheapest), key=lambda row: row.topk or 0)
+    rows = cheapest_codec(report)
     fitting = [row for row in rows if (row.topk or 0) <= MOST_USEFUL_TOPK and row.network_share <= MOST_NETWORK_SHARE]
     return fitting[-1] if fitting else rows[0]
+
+
+def cheapest_codec(report: Report) -> list[Prediction]:
+    """Thinwire's rows in the codec that takes the fewest bytes, by topk. Bytes are compared at one topk: at another one
+    another exchange may be faster."""
+    rows = [row for row in report.predictions if row.method == "Thinwire DeMo"]
+    cheapest = min(rows, key=lambda row: (row.topk, row.received_bytes)).values
+    return sorted((row for row in rows if row.values == cheapest), key=lambda row: row.topk or 0)
 
 
 def _ddp_is_enough(row: Prediction) -> str:
@@ -217,7 +255,7 @@ def _ddp_is_faster(ddp_row: Prediction, demo_row: Prediction) -> str:
 
 
 def _why_topk(row: Prediction) -> str:
-    taken = f"Take DeMo with topk={row.topk} and values={row.values!r}:"
+    taken = f"Take DeMo with topk={row.topk}, values={row.values!r} and exchange={row.exchange_name!r}:"
     share = row.network_share
     if share <= MOST_NETWORK_SHARE:
         most = f"{_percent(MOST_NETWORK_SHARE)} to the step (here {_percent(share)})"
@@ -232,6 +270,13 @@ def _why_topk(row: Prediction) -> str:
 def _gain(row: Prediction, best_ddp: Prediction) -> str:
     took = format_seconds(best_ddp.step_seconds)
     return f"A step takes {format_seconds(row.step_seconds)}, where {best_ddp.label} takes {took}."
+
+
+def _why_exchange(row: Prediction) -> str:
+    if row.other_step_seconds is None:
+        return ""
+    other = ALL_GATHER if row.exchange_name == OWNER else OWNER
+    return f" With exchange={other!r} it would take {format_seconds(row.other_step_seconds)}."
 
 
 def _percent(share: float) -> str:

@@ -5,14 +5,19 @@ import itertools
 from rich.console import Console
 from rich.table import Table
 
+from thinwire.exchange.choice import ALL_GATHER, OWNER
 from thinwire.planner.cost import Prediction
 from thinwire.planner.links import format_bandwidth, format_bytes, format_seconds
 from thinwire.planner.report import Report, recommend
 
-_COLUMNS = ("sent", "received", "network", "exposed", "step", "efficiency", "slowdown")
-# What a terminal of 80 columns holds; rich would otherwise cut every number short.
-_NARROW_COLUMNS = ("received", "step", "efficiency")
-_WIDE = 118
+_COLUMNS = ("exchange", "sent", "received", "network", "exposed", "step", "with the other", "efficiency", "slowdown")
+# What terminals of fewer columns hold; rich would otherwise cut every number short.
+_WIDTHS = {
+    150: _COLUMNS,
+    118: ("exchange", "received", "exposed", "step", "with the other", "efficiency"),
+    0: ("exchange", "step", "efficiency"),
+}
+_NAMES = {ALL_GATHER: "all-gather", OWNER: "owner", None: ""}
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -23,7 +28,7 @@ def print_report(report: Report, console: Console) -> None:
         title_justify="left",
     )
     table.add_column("method", no_wrap=True)
-    columns = _COLUMNS if console.width >= _WIDE else _NARROW_COLUMNS
+    columns = next(columns for width, columns in _WIDTHS.items() if console.width >= width)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for _, rows in itertools.groupby(report.predictions, key=_section):
@@ -42,12 +47,15 @@ def _section(row: Prediction) -> tuple[str, int] | None:
 
 
 def _cells(row: Prediction) -> dict[str, str]:
+    other = row.other_step_seconds
     return {
+        "exchange": _NAMES[row.exchange_name],
         "sent": format_bytes(row.sent_bytes),
         "received": format_bytes(row.received_bytes),
         "network": format_seconds(row.network_seconds),
         "exposed": format_seconds(row.exposed_seconds),
         "step": format_seconds(row.step_seconds),
+        "with the other": "" if other is None else format_seconds(other),
         "efficiency": f"{100 * row.efficiency:.1f} %",
         "slowdown": f"{row.slowdown:.3g}x" if row.slowdown < 1000 else f"{row.slowdown:,.0f}x",
     }

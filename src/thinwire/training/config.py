@@ -9,6 +9,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Literal
 
 from thinwire.core.errors import check_choice, check_float, check_int
+from thinwire.exchange.choice import ALL_GATHER, choose_exchange
 from thinwire.parallel.mesh import parse_mesh
 from thinwire.parallel.shaped import ShapedLink
 from thinwire.planner.link_spec import parse_link
@@ -138,6 +139,11 @@ class OptimConfig:
     """DeMo: what to do if they do not; repair copies what most of them hold."""
     on_bad_payload: Literal["drop", "raise"] = "drop"
     """DeMo: what to do about a payload that is damaged or forged; drop lets the others count."""
+    exchange: Literal["all_gather", "owner", "auto"] = "all_gather"
+    """DeMo: all_gather brings everyone's payload to everyone; with owner each replica combines a part of the chunks for all,
+    so that what is received does not grow with their number; auto takes the one that fits."""
+    owner_topk: int = 0
+    """DeMo: coefficients per chunk that owners answer with, in an owner exchange; 0: twice topk."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """DeMo: what computes its step: triton (fused kernels, NVIDIA GPUs), torch (any device), or the fastest that runs."""
     overlap: bool = False
@@ -277,7 +283,7 @@ _AT_LEAST_ONE = (
 _AT_LEAST_ZERO = (
     *("mlp_width", "vocab_size", "micro_batch", "warmup_steps", "seed", "eval_examples", "checkpoint_every"),
     *("print_every", "sample_tokens", "threads", "port", "check_drift_every", "slot", "min_replicas", "dense_steps"),
-    "islands",
+    *("owner_topk", "islands"),
 )
 _FROM_ZERO_TO_ONE = ("momentum_decay", "beta1", "beta2", "final_lr_share", "outer_momentum")
 
@@ -321,6 +327,7 @@ def check(config: TrainConfig, num_replicas: int) -> None:
             "out, or use optimizer=demo"
         )
     _check_peers(config.optim)
+    _check_exchange(config.optim)
     _check_mesh(config, num_replicas)
     _check_islands(config, num_replicas)
     _check_elastic(config, num_replicas)
@@ -342,6 +349,14 @@ def _check_peers(optim: OptimConfig) -> None:
     least = _LEAST_DENSE_STEPS.get(optim.optimizer, 0)
     if optim.dense_steps < least:
         raise ValueError(f"dense_steps={optim.dense_steps} must be at least {least} with optimizer={optim.optimizer}")
+
+
+def _check_exchange(optim: OptimConfig) -> None:
+    if optim.exchange != ALL_GATHER and optim.optimizer != "demo":
+        raise ValueError(f"exchange={optim.exchange} is an option of optimizer=demo, not of {optim.optimizer}")
+    if optim.owner_topk and optim.exchange == ALL_GATHER:
+        raise ValueError(f"owner_topk={optim.owner_topk} has no effect with exchange={ALL_GATHER}; add --exchange owner")
+    choose_exchange(optim.exchange, has_islands=False, num_replicas=1, delay=optim.delay, can_change=False)
 
 
 def _check_mesh(config: TrainConfig, num_ranks: int) -> None:

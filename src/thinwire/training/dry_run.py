@@ -10,12 +10,17 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from thinwire.exchange.choice import OWNER, choose_exchange
 from thinwire.exchange.transport import SoloTransport
+from thinwire.optimizer import DeMo
+from thinwire.ownership import FIRST, RESIDUAL
 from thinwire.parallel.mesh import MeshShape, shape_of
-from thinwire.planner.cost import DEVICES, Workload, ddp, predict, thinwire_demo
+from thinwire.planner.cost import DEVICES, Workload, ddp, predict
 from thinwire.planner.link_spec import parse_link
 from thinwire.planner.links import Link, format_bandwidth, format_bytes, format_seconds
+from thinwire.planner.owners import Sizes, both_exchanges, sizes_of
 from thinwire.training.config import DECOUPLED_OPTIMIZERS, PEERS, OptimConfig, TrainConfig
+from thinwire.training.exchanges import settle_exchange
 from thinwire.training.groups import split_hidden, trained
 from thinwire.training.methods import Decoupled
 from thinwire.training.models import num_parameters
@@ -46,10 +51,12 @@ def describe(config: TrainConfig, num_replicas: int, console: Console) -> None:
         highlight=False,
     )
     mesh = shape_of(config.launch.mesh, config.launch.islands, num_replicas)
-    console.print(_memory_table(memory_bytes(config.optim, model, mesh, bool(config.launch.islands))))
-    workload = _workload(config.optim, model, mesh, compute_seconds, device)
-    sent, received = workload.exchange.sent_bytes, workload.exchange.received_bytes
-    console.print(f"bytes per step and rank: {format_bytes(sent)} sent, {format_bytes(received)} received", highlight=False)
+    optim = _settled(config, model, mesh)
+    console.print(_memory_table(memory_bytes(optim, model, mesh, bool(config.launch.islands))))
+    workload = _workload(optim, model, mesh, compute_seconds, device)
+    sent, received = format_bytes(workload.sent_bytes), format_bytes(workload.received_bytes)
+    by = "" if workload.exchange_name is None else f", exchange {workload.exchange_name}"
+    console.print(f"bytes per step and rank: {sent} sent, {received} received{by}", highlight=False)
     console.print(
         f"forward and backward: about {format_seconds(compute_seconds)} per step on this {device.type}, from a matrix "
         f"product that ran at {rate / 1e9:,.0f} GFLOP/s, of which training is taken to reach {_UTILISATION:.0%}",
@@ -57,6 +64,16 @@ def describe(config: TrainConfig, num_replicas: int, console: Console) -> None:
         soft_wrap=True,
     )
     console.print(_time_table(workload, config.schedule.steps, config.launch.link))
+
+
+def _settled(config: TrainConfig, model: nn.Module, mesh: MeshShape) -> OptimConfig:
+    """With the exchange that the run would have."""
+    launch, optim = config.launch, config.optim
+    link = parse_link(launch.link).link if launch.link else None
+    wanted = settle_exchange(optim, model, mesh.replicate, link)
+    can_change = launch.elastic or bool(launch.lighthouse)
+    has_owners = choose_exchange(wanted, False, mesh.replicate, optim.delay, can_change) == OWNER
+    return replace(optim, exchange="owner" if has_owners else "all_gather")
 
 
 def memory_bytes(config: OptimConfig, model: nn.Module, mesh: MeshShape, has_islands: bool = False) -> dict[str, int]:
@@ -67,10 +84,11 @@ def memory_bytes(config: OptimConfig, model: nn.Module, mesh: MeshShape, has_isl
         optimizer = Decoupled(config, model, model, SoloTransport()).optimizer
         states = optimizer.state.values()
         needs["momentum"] = _bytes_of(state["momentum"] for state in states)
+        apart = ("momentum", RESIDUAL, FIRST)
         needs["state of the update rule"] = _bytes_of(
-            t for state in states for name, t in state.items() if name != "momentum"
+            t for state in states for name, t in state.items() if name not in apart
         )
-        needs["payloads"] = optimizer.plan.payload_bytes * mesh.replicate
+        needs |= _exchange_bytes(optimizer, mesh.replicate)
     elif config.optimizer in PEERS:
         needs |= rehearse(config, model, mesh.replicate)[1]
     elif config.optimizer == "galore":
@@ -79,6 +97,16 @@ def memory_bytes(config: OptimConfig, model: nn.Module, mesh: MeshShape, has_isl
         needs["optimizer state"] = needs["parameters"] * _DENSE_STATES[config.optimizer]
     whole = ("parameters", "gradients") if has_islands else ()
     return {name: needed // (1 if name in whole else mesh.shard) for name, needed in needs.items() if needed}
+
+
+def _exchange_bytes(optimizer: DeMo, num_replicas: int) -> dict[str, int]:
+    """Everyone's payloads; or, with owners, a payload whole, cut up and as it comes from all, and the answers twice."""
+    plan = optimizer.plan
+    if plan.answers is None:
+        return {"payloads": plan.payload_bytes * num_replicas}
+    payloads = 3 * plan.payload_bytes + 2 * plan.answers.payload_bytes
+    num_coefficients = sum(state["momentum"].numel() for state in optimizer.state.values())
+    return {"payloads": payloads, "residual of what is owned": 4 * num_coefficients // num_replicas}
 
 
 def _galore_bytes(config: OptimConfig, model: nn.Module) -> int:
@@ -124,16 +152,12 @@ def _workload(
             return replace(dense, method=config.optimizer, exchange=exchange, hidden_seconds=0.0)
         return dense
     plan = Decoupled(config, model, model, SoloTransport()).optimizer.plan
-    return thinwire_demo(
-        count // mesh.shard,
-        plan.payload_bytes // mesh.shard,
-        config.topk,
-        plan.codings[0].values,
-        mesh.replicate,
-        compute_seconds,
-        costs,
-        num_buckets=len(plan.buckets) if config.overlap else 1,
-    )
+    whole = sizes_of(plan, mesh.replicate)
+    payload, part, answer = (size // mesh.shard for size in (whole.payload_bytes, whole.slice_bytes, whole.answer_bytes))
+    sizes = Sizes(payload, part, answer, whole.num_buckets if config.overlap else 1)
+    settings = (config.topk, plan.codings[0].values, mesh.replicate, compute_seconds, costs)
+    gather, owner = both_exchanges(count // mesh.shard, sizes, *settings)
+    return gather if plan.answers is None else owner
 
 
 def _memory_table(needs: dict[str, int]) -> Table:

@@ -19,6 +19,7 @@ from thinwire.redistribution import assemble
 from thinwire.training.compressed import Compressed
 from thinwire.training.config import DECOUPLED_OPTIMIZERS, PEERS, OptimConfig, ScheduleConfig
 from thinwire.training.errors import TrainingError
+from thinwire.training.exchanges import settle_exchange
 from thinwire.training.galore import galore
 from thinwire.training.groups import decay_groups, split_hidden, trained
 from thinwire.training.settings import clip_, own_settings, parameters_of, set_lrs
@@ -108,6 +109,7 @@ class Decoupled:
         self.model = callable_model
         groups = decay_groups(list(model.named_parameters()), config.weight_decay)
         common: dict[str, Any] = {"momentum_decay": config.momentum_decay, "chunk": config.chunk, "topk": config.topk}
+        link = link_of(transport)
         if config.optimizer == "published":
             self.optimizer = DeMo.published(groups, config.lr, **common, transport=transport)
         else:
@@ -123,6 +125,8 @@ class Decoupled:
                 check_drift_every=config.check_drift_every,
                 on_drift=config.on_drift,
                 on_bad_payload=config.on_bad_payload,
+                exchange=settle_exchange(config, model, transport.num_replicas, None if link is None else link.spec.link),
+                owner_topk=config.owner_topk or None,
                 betas=(config.beta1, config.beta2),
                 **(islands or {"transport": transport}),
                 backend=config.kernels,

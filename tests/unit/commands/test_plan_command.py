@@ -62,9 +62,25 @@ def test_a_link_in_one_word_and_overlap(capsys: pytest.CaptureFixture[str]) -> N
     assert "Thinwire with overlap" in " ".join(capsys.readouterr().out.split())
 
 
+def test_the_faster_exchange_is_shown_and_advised(capsys: pytest.CaptureFixture[str]) -> None:
+    question = ["plan", "1B", "--compute", "1s", "--link", "100mbit,20ms", "--topks", "32", "--values", "sign"]
+    assert run([*question, "--replicas", "2"]) == 0
+    assert "exchange='all_gather'" in capsys.readouterr().out
+    assert run([*question, "--replicas", "16"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Thinwire DeMo, k=32, sign │ owner │" in shown
+    assert "exchange='owner'" in shown
+    assert "With exchange='all_gather' it would take" in shown
+    assert run([*question, "--replicas", "16", "--exchange", "all_gather"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "│ all-gather │" in shown
+    assert "it would take" not in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["320M", "--compute", "1s", "--owner-topk", "0"], "owner_topk must be an integer >= 1"),
         (["320M", "--compute", "1s", "--link", "1gbit", "--bandwidth=1Gbit"], "leave --bandwidth out"),
         (["320M", "--compute", "1s", "--link", "1gbit,jitter=1ms"], "the planner knows no jitter and no loss"),
         (["320M", "--compute", "fast"], "--compute"),

@@ -10,10 +10,11 @@ from thinwire.lab import rows
 from thinwire.lab.compare import Comparison
 from thinwire.lab.losses import Curve, best_curves, read_curves, seconds_to
 from thinwire.lab.methods import METHODS, choose
-from thinwire.lab.predicted import error_table, predict_all
+from thinwire.lab.predicted import error_table, predict_all, workload_of
 from thinwire.lab.rows import Cell, summarise
 from thinwire.lab.table import summary
 from thinwire.lab.worker import read_interface
+from thinwire.planner.cost import all_to_all, ring_all_gather
 from thinwire.planner.link_spec import parse_link
 from thinwire.training.config import check
 from thinwire.training.config_file import as_toml
@@ -174,3 +175,23 @@ def test_the_planner_is_put_beside_every_shaped_cell() -> None:
     assert two.seconds == pytest.approx(2.0 + 0.96 + 2 * 0.08 + start), "one after the other, half of the bytes each"
     assert together.seconds == pytest.approx(one.seconds), "both under way at once"
     assert "| topk | 1 | 60 % | +60 % | 2 hosts, 10mbit,80ms |" in error_table([one])
+
+
+def test_an_owner_exchange_is_told_apart_into_slices_and_answers() -> None:
+    # Four hosts: three slices of 1000 bytes each way, and an answer of 2000 bytes to all, from each.
+    settings = {"exchange": "owner", "overlap": True, "topk": 32, "owner_topk": 0}
+    facts = {"num_hosts": 4, "settings": settings, "meter_sent": 5000.0, "meter_received": 9000.0, "num_exchanges": 16.0}
+    workload = workload_of(cell(link="10mbit,20ms", method="demo-owner", **facts))
+    assert workload.exchange == all_to_all(1000, 4)
+    assert workload.answers == ring_all_gather(2000, 4)
+    assert workload.num_buckets == 8
+    two = workload_of(cell(**{**facts, "num_hosts": 2, "meter_sent": 3000.0, "meter_received": 3000.0}))
+    assert two.exchange == all_to_all(1000, 2)
+    assert two.answers == ring_all_gather(2000, 2)
+
+
+@pytest.mark.parametrize(("name", "with_owners"), [("demo", "demo-owner"), ("demo-after", "demo-owner-after")])
+def test_demo_owner_is_demo_with_another_exchange(name: str, with_owners: str) -> None:
+    plain, owner = (METHODS[each].lab_config("gpt-10m", 8, 1) for each in (name, with_owners))
+    assert owner.optim.exchange == "owner"
+    assert replace(owner, optim=replace(owner.optim, exchange="all_gather")) == plain

@@ -180,9 +180,12 @@ def test_the_first_bucket_starts_slowly_and_the_others_follow_it() -> None:
     row = predict(thinwire_demo(0, 240_000, 32, "sign", 2, 3.0, costs, 8), SLOW)
     assert row.exposed_seconds == pytest.approx(0.03 + 0.1)
     # Only 30 ms of backward hide: busy after an eighth of them, and the first 30 kB wait once, 0.1 s less their first 10 ms.
-    hurried = DeviceCosts(0.0, 0.0, 0.0, ddp_overlap=0.015)
+    hurried = DeviceCosts(0.0, 0.0, 0.0, ddp_overlap=0.015, collectives_at_once=8)
     row = predict(thinwire_demo(0, 240_000, 32, "sign", 2, 3.0, hurried, 8), SLOW)
     assert row.exposed_seconds == pytest.approx(0.24 - 7 / 8 * 0.03 + 0.09 + 0.1)
+    # Two buckets at a time: the third begins when the first is there, after 30 ms, a slow start and a round trip, and so on.
+    row = predict(thinwire_demo(0, 240_000, 32, "sign", 2, 3.0, replace(hurried, collectives_at_once=2), 8), SLOW)
+    assert row.exposed_seconds == pytest.approx(-7 / 8 * 0.03 + 0.09 + 5 * 0.03 + 4 * 0.1)
     # 4 MB: busy from 1/8 s on; buckets of 500 kB, of which the first waits 4 round trips less the time of 150 kB.
     row = predict(thinwire_demo(0, 4_000_000, 32, "sign", 2, 3.0, costs, 8), SLOW)
     assert row.exposed_seconds == pytest.approx(4 - 7 / 8 + 0.25 + 0.1)

@@ -26,7 +26,8 @@ def report_of(bits_per_second: float, num_replicas: int = 8, compute_seconds: fl
 
 
 def test_rows_are_exact_to_the_byte() -> None:
-    report = make_report(SPECS, 4, Link(1e8, 0.01), 0.1, topks=(8, 32), values=("sign", "int8"))
+    options = {"topks": (8, 32), "values": ("sign", "int8"), "exchange": "all_gather"}
+    report = make_report(SPECS, 4, Link(1e8, 0.01), 0.1, **options)  # type: ignore[arg-type]
     labels = [row.label for row in report.predictions]
     ours = [f"Thinwire DeMo, k={topk}, {values}" for topk in (8, 32) for values in ("sign", "int8")]
     assert labels == ["DDP AdamW, fp32", "DDP AdamW, bf16", "published DeMo, k=32, float32", *ours]
@@ -56,7 +57,7 @@ def test_the_default_of_dense_below_is_the_optimizers() -> None:
 
 def test_overlap_hides_most_of_the_exchange_and_adds_a_header_per_bucket() -> None:
     assert OVERLAPPED_BUCKETS == DEFAULT_OVERLAPPED_BUCKETS
-    options = {"topks": (32,), "values": ("sign",), "bits_per_second": 1e9, "compute_seconds": 2.0}
+    options = {"topks": (32,), "values": ("sign",), "exchange": "all_gather", "bits_per_second": 1e9, "compute_seconds": 2.0}
     late, early = (report_of(**options, overlap=overlap).predictions[-1] for overlap in (False, True))
     assert early.sent_bytes == late.sent_bytes + 7 * 64
     assert late.exposed_seconds == late.network_seconds
@@ -68,7 +69,7 @@ def test_overlap_hides_most_of_the_exchange_and_adds_a_header_per_bucket() -> No
 
 def test_the_docs_example_of_overlap() -> None:
     document = (Path(__file__).parents[3] / "docs" / "planner.md").read_text()
-    options = {"topks": (32,), "values": ("sign",)}
+    options = {"topks": (32,), "values": ("sign",), "exchange": "all_gather"}
     model, link = tensors_from_count(10**9), Link(1e9, 0.02)
     late, early = (make_report(model, 8, link, 1.0, **options, overlap=on).predictions[-1] for on in (False, True))
     assert f"{late.exposed_seconds:.2f} s exposed without overlap, {early.exposed_seconds:.2f} s with" in document
@@ -96,6 +97,8 @@ def test_costs_can_be_replaced_and_the_link_exchanged() -> None:
         ({"values": ("signs",)}, "did you mean 'sign'"),
         ({"chunk": 0}, "chunk must be"),
         ({"dense_below": -1}, "dense_below must be"),
+        ({"exchange": "owners"}, "exchange='owners' is not one of all_gather, auto, owner; did you mean 'owner'"),
+        ({"owner_topk": 0}, "owner_topk must be an integer >= 1"),
         ({"tensors": []}, "tensors hold no elements"),
     ],
 )
@@ -118,7 +121,7 @@ def test_half_the_bytes_may_be_enough() -> None:
 
 
 def test_the_largest_useful_topk_that_fits_is_taken() -> None:
-    report = report_of(10e9)
+    report = report_of(10e9, exchange="all_gather")
     chosen = recommend(report).prediction
     signs = {row.topk: row for row in report.predictions if row.values == "sign"}
     assert chosen == signs[32]
@@ -181,7 +184,7 @@ def test_a_count_of_nothing_is_refused() -> None:
         tensors_from_count(0)
 
 
-@pytest.mark.parametrize("width", [80, 118])
+@pytest.mark.parametrize("width", [80, 118, 150])
 def test_no_cell_is_cut_short(width: int) -> None:
     output = io.StringIO()
     print_report(report_of(1e6, num_replicas=512), Console(file=output, width=width))

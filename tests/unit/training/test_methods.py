@@ -11,8 +11,10 @@ from torch import nn
 
 from thinwire.exchange.loopback import run_replicas
 from thinwire.exchange.transport import SoloTransport, Transport
+from thinwire.planner.link_spec import parse_link
 from thinwire.training.config import OptimConfig, ScheduleConfig
 from thinwire.training.errors import TrainingError
+from thinwire.training.exchanges import settle_exchange
 from thinwire.training.methods import Averaged, Decoupled, Method, build_method, lr_share
 from thinwire.training.recipes import OPTIMIZERS
 
@@ -61,6 +63,38 @@ def test_robust_combination_is_passed_on() -> None:
         decoding = method.optimizer._decoding
         assert decoding.clips is changes.get("clip_to_median", False)
         assert decoding.combine == changes.get("combine", "mean_over_senders")
+
+
+def test_the_exchange_is_passed_on() -> None:
+    def work(transport: Transport) -> list[tuple[str, int | None]]:
+        found = []
+        for changes in ({}, {"exchange": "owner"}, {"exchange": "owner", "owner_topk": 5}, {"exchange": "auto"}):
+            model = net()
+            method = build_method(OptimConfig(chunk=16, topk=8, **changes), model, model, transport)  # type: ignore[arg-type]
+            assert isinstance(method, Decoupled)
+            answers = method.optimizer.plan.answers
+            found.append((method.optimizer.exchange, None if answers is None else answers.codings[0].topk))
+        return found
+
+    few = [("all_gather", None), ("owner", 16), ("owner", 5), ("all_gather", None)]
+    assert run_replicas(work, 2) == [few] * 2
+    assert run_replicas(work, 8)[0] == [*few[:3], ("owner", 16)], "DeMo's own rule: from 8 replicas on"
+
+
+def test_a_known_link_decides_what_auto_is() -> None:
+    def chosen(link: str, num_replicas: int = 16, width: int = 1024, **changes: Any) -> str:
+        config = OptimConfig(**{"exchange": "auto", "clip": 0.0, **changes})
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+        return settle_exchange(config, model, num_replicas, parse_link(link).link)
+
+    assert chosen("1mbit") == "owner"
+    assert chosen("1mbit", num_replicas=4) == "owner", "where DeMo's own rule would take an all-gather"
+    assert chosen("10gbit,200ms", width=256) == "all_gather", "where DeMo's own rule would take owners"
+    assert chosen("1mbit", num_replicas=2) == "all_gather"
+    assert chosen("1mbit", exchange="all_gather") == "all_gather"
+    for left_to_demo in ({"overlap": True}, {"delay": 1}, {"num_replicas": 1}):
+        assert chosen("1mbit", **left_to_demo) == "auto"  # type: ignore[arg-type]
 
 
 def test_overlap_changes_nothing_but_the_time() -> None:

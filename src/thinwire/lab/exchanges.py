@@ -1,0 +1,97 @@
+"""DeMo with an all-gather beside DeMo with an owner exchange, as measured, and what the planner would have chosen."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+from thinwire.exchange.choice import ALL_GATHER, OWNER
+from thinwire.exchange.plan import TensorSpec, make_plan
+from thinwire.lab.rows import Cell
+from thinwire.optimizer import DEFAULT_DENSE_BELOW, DEFAULT_OVERLAPPED_BUCKETS
+from thinwire.options import coding_of
+from thinwire.planner.cost import DEVICES, Prediction, predict
+from thinwire.planner.link_spec import parse_link
+from thinwire.planner.links import format_bytes
+from thinwire.planner.owners import both_exchanges, sizes_of
+
+PAIRS = {"demo": "demo-owner", "demo-after": "demo-owner-after"}
+"""Methods that differ in the exchange alone."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same host count, link and method with either exchange, measured and predicted."""
+
+    gather: Cell
+    owner: Cell
+    gather_predicted: Prediction
+    owner_predicted: Prediction
+
+    @property
+    def choice(self) -> str:
+        """What the planner would take."""
+        return OWNER if self.predicted_gain > 0 else ALL_GATHER
+
+    @property
+    def measured_gain(self) -> float:
+        """Seconds that owners save of all that is not compute, or cost if it is negative. Both compute alike, but what that
+        takes varies with what else the machine does."""
+        return self.gather.not_compute - self.owner.not_compute
+
+    @property
+    def predicted_gain(self) -> float:
+        """What owners save of a step, as the planner says."""
+        return self.gather_predicted.step_seconds - self.owner_predicted.step_seconds
+
+
+def pair_up(cells: Sequence[Cell], tensors: Sequence[TensorSpec]) -> list[Pair]:
+    """All pairs of merged cells. The planner is told the shapes of the model, and how long forward and backward took, in the
+    mean of both cells: what else a machine does changes that from one cell to the next."""
+    found = {(cell.num_hosts, cell.link, cell.method): cell for cell in cells if not cell.error}
+    pairs = []
+    for (num_hosts, link, method), gather in found.items():
+        owner = found.get((num_hosts, link, PAIRS.get(method, "")))
+        if owner is not None:
+            compute = mean(cell.parts["forward"] + cell.parts["backward"] for cell in (gather, owner))
+            pairs.append(Pair(gather, owner, *_predicted(gather, tensors, compute)))
+    return pairs
+
+
+def _predicted(cell: Cell, tensors: Sequence[TensorSpec], compute_seconds: float) -> tuple[Prediction, ...]:
+    settings = cell.settings
+    coding = coding_of({**settings, "layout": "adaptive", "dense_below": DEFAULT_DENSE_BELOW})
+    plan = make_plan(tensors, [coding], DEFAULT_OVERLAPPED_BUCKETS if settings["overlap"] else 1)
+    sizes = sizes_of(plan, cell.num_hosts, settings["owner_topk"] or None)
+    kept = (settings["topk"], coding.values, cell.num_hosts, compute_seconds, DEVICES["cpu"])
+    link = parse_link(cell.link).link
+    return tuple(predict(one, link) for one in both_exchanges(cell.num_parameters, sizes, *kept))
+
+
+def exchange_table(pairs: Sequence[Pair]) -> str:
+    """A Markdown table. For both exchanges: seconds per step with the extremes of all rounds, those of it that are spent
+    waiting, all that are not compute, and the bytes that come in at a host's interface. What owners save of what is not
+    compute, as measured and as predicted."""
+    head = [
+        "overlap",
+        "hosts",
+        "link",
+        "step, seconds",
+        "waits",
+        "not compute",
+        "owners save",
+        "predicted",
+        "planner",
+        "received",
+    ]
+    lines = ["| " + " | ".join(head) + " |", "| --- | ---: | --- |" + " ---: |" * 5 + " --- | ---: |"]
+    for pair in pairs:
+        both = (pair.gather, pair.owner)
+        spans = [f"{one.seconds:.2f} ({one.least_seconds:.2f} to {one.most_seconds:.2f})" for one in both]
+        overlap = "yes" if pair.gather.settings["overlap"] else "no"
+        texts = [overlap, str(pair.gather.num_hosts), pair.gather.link, "; ".join(spans)]
+        texts.append("; ".join(f"{one.parts['exposed']:.2f}" for one in both))
+        texts.append("; ".join(f"{one.not_compute:.2f}" for one in both))
+        texts += [f"{gain:+.2f}" for gain in (pair.measured_gain, pair.predicted_gain)]
+        texts += [pair.choice.replace("_", "-"), "; ".join(format_bytes(one.received) for one in both)]
+        lines.append("| " + " | ".join(texts) + " |")
+    return "\n".join(lines)
