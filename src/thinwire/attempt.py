@@ -167,7 +167,7 @@ class Attempt:
 
     def _inspect_(self) -> None:
         for bucket, encoding in self._buckets:
-            inspect_(self._route.forms(bucket), encoding.payloads_RB, encoding.findings_RW, self._local.is_fused)
+            inspect_(self._route.forms(bucket, encoding), encoding.payloads_RB, encoding.findings_RW, self._local.is_fused)
             if self._local.is_fused:
                 from thinwire.kernels.checks import judge_
 
@@ -191,7 +191,7 @@ class Attempt:
             findings_RW = encoding.told_RW if self._is_told else encoding.findings_RW.cpu()
             received.update(findings_RW[:, : HEADER_WORDS + 1].contiguous().numpy().tobytes())
             expected = replace(self.header, bucket=bucket.index)
-            for replica, found in enumerate(read_findings(self._route.forms(bucket), findings_RW, expected)):
+            for replica, found in enumerate(read_findings(self._route.forms(bucket, encoding), findings_RW, expected)):
                 if isinstance(found, PayloadError):
                     self.refused.setdefault(replica, found)
                 else:
@@ -328,8 +328,8 @@ def announce_plan(
     for bucket, room, own in buckets:
         with traffic.waiting():
             room.wait()
-        inspect_(old_route.forms(bucket), room.payloads_RB, room.findings_RW)
-        for found in read_findings(old_route.forms(bucket), room.findings_RW.cpu(), own):
+        inspect_(old_route.forms(bucket, room), room.payloads_RB, room.findings_RW)
+        for found in read_findings(old_route.forms(bucket, room), room.findings_RW.cpu(), own):
             if isinstance(found, PayloadError):
                 raise found
             headers.append(found)

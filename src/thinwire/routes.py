@@ -38,8 +38,8 @@ class Route(Protocol):
         """Those of the plan."""
         ...
 
-    def forms(self, bucket: Bucket) -> Sequence[Message]:
-        """What `Encoding.payloads_RB` holds a row of from each replica."""
+    def forms(self, bucket: Bucket, room: Encoding) -> Sequence[Message]:
+        """Those of the rows of `Encoding.payloads_RB`."""
         ...
 
     def room(self, bucket: Bucket) -> Encoding:
@@ -79,9 +79,9 @@ class Gather:
         self.buckets: Sequence[Bucket] = plan.buckets
         self._local, self._transport, self._traffic = local, transport, traffic
 
-    def forms(self, bucket: Bucket) -> Sequence[Message]:
+    def forms(self, bucket: Bucket, room: Encoding) -> Sequence[Message]:
         """See `Route`."""
-        return [bucket] * self._transport.num_replicas
+        return [bucket] * len(room.payloads_RB)  # by now there may be other replicas
 
     def room(self, bucket: Bucket) -> Encoding:
         """See `Route`."""
@@ -168,7 +168,7 @@ class Owners:
             found.append(OwnedStack(run, answer, residuals))
         return found
 
-    def forms(self, bucket: Bucket) -> Sequence[Slice]:
+    def forms(self, bucket: Bucket, room: Encoding) -> Sequence[Slice]:
         """See `Route`."""
         return self._forms[bucket.index]
 

@@ -81,7 +81,7 @@ class ElasticTransport(CollectiveTransport):
         self.replica, self.num_replicas, self.ranks = 0, 1, []
         self.meeting = 0
         self.members: Sequence[str] = (name,)
-        self._device, self._staged = torch.device("cpu"), None
+        self.device, self._staged = torch.device("cpu"), None
         self._pg: Any = None
         self._last_meeting = time.monotonic()
         self._num_silences = 0
