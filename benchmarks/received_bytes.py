@@ -22,7 +22,7 @@ from thinwire.bench.environment import environment
 from thinwire.exchange.loopback import run_replicas
 
 EXCHANGES = ("all_gather", "owner", "hierarchical")
-WIDTH, LAYERS = 512, 4
+WIDTH, LAYERS = 1024, 2
 
 
 def measure(exchange: str, num_ranks: int, rank: int, **way: Any) -> dict[str, Any]:

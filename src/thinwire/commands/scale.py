@@ -21,7 +21,7 @@ from thinwire.planner.scale_page import CROSSINGS, ROUNDS, crossings_table, desc
 
 @dataclass(frozen=True)
 class ScaleCommand:
-    """Predict steps of many replicas: DDP, published DeMo, Thinwire's all-gather, and two designs that are not implemented.
+    """Predict steps of many replicas: DDP, published DeMo, and Thinwire's three exchanges.
 
     A model, not a measurement: docs/scale.md says how it is made.
     """

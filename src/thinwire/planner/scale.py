@@ -25,7 +25,6 @@ class ScaleRow:
     each direction, ``island_bytes`` what a replica receives inside its island."""
 
     method: str
-    is_design: bool
     schedule: str
     topk: int
     values: str
@@ -139,7 +138,6 @@ def predict(method: Method, case: Case) -> ScaleRow:
     shares_link = any(stage.reach == "islands" for stage in method.stages)
     return ScaleRow(
         method=method.name,
-        is_design=method.is_design,
         schedule=case.setting.schedule,
         topk=case.setting.topk,
         values=case.setting.values,

@@ -9,11 +9,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from thinwire.planner.scale import ScaleRow
-from thinwire.planner.scale_methods import NOT_IMPLEMENTED
 from thinwire.planner.scale_page import ROUNDS, format_count
 
 _LEAST = 3e-5
-# Colours of the Okabe-Ito palette, dark and light in turn; designs are dotted.
+# Colours of the Okabe-Ito palette, dark and light in turn; what is not a plain all-gather is dotted.
 _STYLES: dict[str, tuple[str, tuple[float, ...], str]] = {
     "DDP bf16": ("#000000", (), "o"),
     "published DeMo": ("#d55e00", (6.0, 2.0), "s"),
@@ -51,7 +50,7 @@ def _panel(axes: Axes, rows: Sequence[ScaleRow]) -> None:
         (line,) = axes.plot([row.num_replicas for row in mine], heights, color=colour, marker=marker, markersize=4)
         if dashes:
             line.set_dashes(dashes)
-        ends.append((heights[-1], f"{method} ({NOT_IMPLEMENTED})" if mine[0].is_design else method, colour))
+        ends.append((heights[-1], method, colour))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_ylim(_LEAST, 1.3)

@@ -21,7 +21,6 @@ from thinwire.wire.values import VALUE_CODECS
 
 _CHUNK, _DENSE_BELOW = 64, 4096
 _BF16_BYTES = 2
-NOT_IMPLEMENTED = "design"
 
 
 @dataclass(frozen=True)
@@ -127,18 +126,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to exchange. ``held_bytes``: what a replica holds of others' messages. ``is_design``: not in the package."""
+    """A way to exchange. ``held_bytes``: what a replica holds of others' messages."""
 
     name: str
     stages: tuple[Stage, ...]
     optimizer_seconds: float
     held_bytes: float
-    is_design: bool = False
-
-    @property
-    def label(self) -> str:
-        """The name, with a word where there is nothing behind it yet."""
-        return f"{self.name} ({NOT_IMPLEMENTED})" if self.is_design else self.name
 
 
 @cache
@@ -237,7 +230,7 @@ class Case:
             Stage("all-gather", "island", self._gradient_bytes / size),
         )
         seconds = self._step(self.num_parameters / size, self.num_islands)
-        return Method("Thinwire hierarchical", stages, seconds, self.num_islands * self.payload() / size, is_design=True)
+        return Method("Thinwire hierarchical", stages, seconds, self.num_islands * self.payload() / size)
 
     def owner(self) -> Method:
         """Each replica owns 1 / R of the chunks, gets everyone's coefficients of these, and shares the strongest 2 K of what
@@ -247,7 +240,7 @@ class Case:
             Stage("all-gather", "replicas", self.payload(2) / self.num_replicas),
         )
         held = float(self.payload() + self.payload(2))
-        return Method("Thinwire owner exchange", stages, self._step(self.num_parameters, 3), held, is_design=True)
+        return Method("Thinwire owner exchange", stages, self._step(self.num_parameters, 3), held)
 
     @property
     def _gradient_bytes(self) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from thinwire.planner.links import Link, format_bandwidth, format_bytes, format_seconds
 from thinwire.planner.rounds import SCHEDULES, Schedule
 from thinwire.planner.scale import ScaleRow, crossing_in_bytes, crossing_in_time
-from thinwire.planner.scale_methods import NOT_IMPLEMENTED, Case, Setting
+from thinwire.planner.scale_methods import Case, Setting
 
 CROSSINGS = "From how many replicas on DDP in bf16 is as fast as an all-gather of payloads"
 ROUNDS = {"ring": "rings: R - 1 rounds", "doubling": "doubling: log2 R rounds"}
@@ -29,8 +29,7 @@ def _grid(rows: Sequence[ScaleRow], replicas: Sequence[int], first: str, cell: s
     lines = []
     for method in dict.fromkeys(row.method for row in rows):
         mine = {row.num_replicas: row for row in rows if row.method == method}
-        name = f"{method} ({NOT_IMPLEMENTED})" if next(iter(mine.values())).is_design else method
-        lines.append([name, *(_cell(mine[count], cell) if count in mine else "" for count in replicas)])
+        lines.append([method, *(_cell(mine[count], cell) if count in mine else "" for count in replicas)])
     return _table([first, *(f"R = {count:,}" for count in replicas)], lines)
 
 
@@ -56,7 +55,7 @@ def bytes_table(rows: Sequence[ScaleRow], num_parameters: int, replicas: Sequenc
 def crossings_table(setting: Setting, parameters: Sequence[int]) -> str:
     """From how many replicas on a step takes as long, or a link carries as much, as with DDP."""
     head = ["parameters", "as many bytes", *(f"as long, {ROUNDS[schedule]}" for schedule in SCHEDULES)]
-    head += [f"hierarchical ({NOT_IMPLEMENTED}), as many bytes", f"hierarchical ({NOT_IMPLEMENTED}), as long, doubling"]
+    head += ["hierarchical, as many bytes", "hierarchical, as long, doubling"]
     lines = []
     for count in parameters:
         times = [crossing_in_time(replace(setting, schedule=schedule), count) for schedule in SCHEDULES]
@@ -96,7 +95,6 @@ def summary(rows: Sequence[ScaleRow], setting: Setting, command: str) -> str:
         "# Many replicas, on paper",
         f"`{command}`",
         f"A model, not a measurement: docs/scale.md says how it is made. {describe(setting)}",
-        f'"{NOT_IMPLEMENTED.capitalize()}": the package has no such exchange yet.',
         f"## {CROSSINGS}",
         crossings_table(setting, parameters),
     ]

@@ -1,4 +1,4 @@
-"""Many replicas on paper: formulas and recursion agree, crossings are where they are said to be, designs are called so."""
+"""Many replicas on paper: formulas and recursion agree, crossings are where they are said to be."""
 
 import json
 import math
@@ -79,11 +79,6 @@ def test_islands_only_where_they_come_out_even() -> None:
         "Thinwire all-gather",
         "Thinwire owner exchange",
     ]
-
-
-def test_what_is_not_implemented_says_so() -> None:
-    labels = [method.label for method in Case(Setting(), 10**8, 16).methods()]
-    assert [label.endswith("(design)") for label in labels] == [False, False, False, True, True]
 
 
 @pytest.mark.parametrize("num_parameters", SIZES)
@@ -211,7 +206,7 @@ def test_the_command_writes_all_it_should(tmp_path: Path, capsys: pytest.Capture
     assert run([*arguments, *unequal, "--out", str(tmp_path / "rows")]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "A model, not a measurement" in out
-    assert "hierarchical (design)" in out
+    assert "hierarchical" in out
     rows = [json.loads(line) for line in (tmp_path / "rows" / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 2 * (5 + 4)
     summary = (tmp_path / "rows" / "summary.md").read_text()
