@@ -24,7 +24,24 @@ def test_a_run_over_a_modelled_link(tmp_path: Path) -> None:
 
 
 def test_the_link_chooses_owners_and_the_run_goes_on(tmp_path: Path) -> None:
-    options = ["--link", "1mbit", "--exchange", "auto", "--topk", "256", "--batch", "6", "--out", "run", "--steps", "4"]
+    options = [
+        "--link",
+        "1mbit",
+        "--exchange",
+        "auto",
+        "--values",
+        "float32",
+        "--topk",
+        "512",
+        "--owner-topk",
+        "256",
+        "--batch",
+        "6",
+        "--out",
+        "run",
+        "--steps",
+        "4",
+    ]
     done = replicas("train", "quickstart", *TINY, *options, cwd=tmp_path, number=3)
     assert done.returncode == 0, done.stdout + done.stderr
     done = replicas("train", "--resume", "run", "--steps", "6", cwd=tmp_path, number=3)

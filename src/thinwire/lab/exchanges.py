@@ -12,7 +12,7 @@ from thinwire.options import coding_of
 from thinwire.planner.cost import DEVICES, Prediction, predict
 from thinwire.planner.link_spec import parse_link
 from thinwire.planner.links import format_bytes
-from thinwire.planner.owners import both_exchanges, sizes_of
+from thinwire.planner.owners import LEAST_GAIN, both_exchanges, sizes_of
 
 PAIRS = {"demo": "demo-owner", "demo-after": "demo-owner-after"}
 """Methods that differ in the exchange alone."""
@@ -30,13 +30,19 @@ class Pair:
     @property
     def choice(self) -> str:
         """What the planner would take."""
-        return OWNER if self.predicted_gain > 0 else ALL_GATHER
+        return OWNER if self.predicted_gain > LEAST_GAIN * self.gather_predicted.step_seconds else ALL_GATHER
+
+    @property
+    def at_equal_speed(self) -> tuple[float, float]:
+        """Both steps if the machine had computed as fast in one cell as in the other."""
+        compute = mean(cell.compute for cell in (self.gather, self.owner))
+        return self.gather.seconds_at(compute), self.owner.seconds_at(compute)
 
     @property
     def measured_gain(self) -> float:
-        """Seconds that owners save of all that is not compute, or cost if it is negative. Both compute alike, but what that
-        takes varies with what else the machine does."""
-        return self.gather.not_compute - self.owner.not_compute
+        """Seconds that owners save of such a step, or cost if it is negative."""
+        gather, owner = self.at_equal_speed
+        return gather - owner
 
     @property
     def predicted_gain(self) -> float:
@@ -52,7 +58,7 @@ def pair_up(cells: Sequence[Cell], tensors: Sequence[TensorSpec]) -> list[Pair]:
     for (num_hosts, link, method), gather in found.items():
         owner = found.get((num_hosts, link, PAIRS.get(method, "")))
         if owner is not None:
-            compute = mean(cell.parts["forward"] + cell.parts["backward"] for cell in (gather, owner))
+            compute = mean(cell.compute for cell in (gather, owner))
             pairs.append(Pair(gather, owner, *_predicted(gather, tensors, compute)))
     return pairs
 
@@ -68,29 +74,18 @@ def _predicted(cell: Cell, tensors: Sequence[TensorSpec], compute_seconds: float
 
 
 def exchange_table(pairs: Sequence[Pair]) -> str:
-    """A Markdown table. For both exchanges: seconds per step with the extremes of all rounds, those of it that are spent
-    waiting, all that are not compute, and the bytes that come in at a host's interface. What owners save of what is not
-    compute, as measured and as predicted."""
-    head = [
-        "overlap",
-        "hosts",
-        "link",
-        "step, seconds",
-        "waits",
-        "not compute",
-        "owners save",
-        "predicted",
-        "planner",
-        "received",
-    ]
-    lines = ["| " + " | ".join(head) + " |", "| --- | ---: | --- |" + " ---: |" * 5 + " --- | ---: |"]
+    """A Markdown table. For both exchanges: seconds per step with the extremes of all rounds, and as they would be at equal
+    speed of the machine, those spent waiting, and the bytes that come in at a host's interface. What owners save of a step
+    at equal speed, as measured and as predicted."""
+    head = ["overlap", "hosts", "link", "step, seconds", "at equal speed", "waits", "owners save", "predicted", "planner"]
+    lines = ["| " + " | ".join([*head, "received"]) + " |", "| --- | ---: | --- |" + " ---: |" * 5 + " --- | ---: |"]
     for pair in pairs:
         both = (pair.gather, pair.owner)
         spans = [f"{one.seconds:.2f} ({one.least_seconds:.2f} to {one.most_seconds:.2f})" for one in both]
         overlap = "yes" if pair.gather.settings["overlap"] else "no"
         texts = [overlap, str(pair.gather.num_hosts), pair.gather.link, "; ".join(spans)]
+        texts.append("; ".join(f"{seconds:.2f}" for seconds in pair.at_equal_speed))
         texts.append("; ".join(f"{one.parts['exposed']:.2f}" for one in both))
-        texts.append("; ".join(f"{one.not_compute:.2f}" for one in both))
         texts += [f"{gain:+.2f}" for gain in (pair.measured_gain, pair.predicted_gain)]
         texts += [pair.choice.replace("_", "-"), "; ".join(format_bytes(one.received) for one in both)]
         lines.append("| " + " | ".join(texts) + " |")

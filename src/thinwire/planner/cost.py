@@ -280,10 +280,11 @@ def workload_seconds(workload: Workload, link: Link, hidden_seconds: float) -> f
     """The network time of a step that is left where so much of it can hide, on the link as the pause before has left it.
     Answers begin when all else is there, and hide behind nothing."""
     exchange, trips = workload.exchange, workload.trips_per_round
+    buckets = (link, trips, workload.num_buckets or 1, workload.collectives_at_once)
     if workload.num_buckets is None:
-        return max(0.0, network_seconds(exchange, link, trips) - hidden_seconds)
-    buckets = (link, trips, workload.num_buckets, workload.collectives_at_once)
-    left = in_buckets(exchange, *buckets, hidden_seconds)
+        left = max(0.0, network_seconds(exchange, link, trips) - hidden_seconds)
+    else:
+        left = in_buckets(exchange, *buckets, hidden_seconds)
     return left if workload.answers is None else left + in_buckets(workload.answers, *buckets, 0.0)
 
 

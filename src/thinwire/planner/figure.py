@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from thinwire.planner.links import format_bandwidth
-from thinwire.planner.owners import fastest
+from thinwire.planner.owners import better
 from thinwire.planner.report import MOST_USEFUL_TOPK, Report, cheapest_codec, recommend
 
 _LEAST_BITS, _MOST_BITS = 1e6, 100e9
@@ -73,7 +73,7 @@ def _curves(report: Report, rates: list[float]) -> dict[tuple[float, ...], str]:
     names: dict[tuple[float, ...], list[str]] = {}
     for label in _lines_to_draw(report):
         links = (replace(report.link, bits_per_second=rate) for rate in rates)
-        heights = tuple(round(fastest(report.by_label[label], link).efficiency, 3) for link in links)
+        heights = tuple(round(better(report.by_label[label], link).efficiency, 3) for link in links)
         names.setdefault(heights, []).append(label)
     return {heights: "\n".join(labels) for heights, labels in names.items()}
 

@@ -10,7 +10,7 @@ from thinwire.exchange.choice import ALL_GATHER, AUTO, OWNER
 from thinwire.exchange.plan import Coding, ExchangePlan, TensorSpec, make_plan
 from thinwire.planner.cost import DEVICES, DeviceCosts, Prediction, Workload, ddp, published_demo
 from thinwire.planner.links import Link, format_seconds
-from thinwire.planner.owners import both_exchanges, fastest, sizes_of
+from thinwire.planner.owners import better, both_exchanges, sizes_of
 from thinwire.wire.values import VALUE_CODECS
 
 DENSE_NAMES = {8: "fp64", 4: "fp32", 2: "bf16"}
@@ -62,8 +62,8 @@ class Report:
 
     @cached_property
     def predictions(self) -> tuple[Prediction, ...]:
-        """One per method and setting, with the exchange that is faster on this link."""
-        return tuple(fastest(workloads, self.link) for workloads in self.by_label.values())
+        """One per method and setting, with the better exchange on this link."""
+        return tuple(better(workloads, self.link) for workloads in self.by_label.values())
 
     def at(self, link: Link) -> "Report":
         """The same training on another link."""
@@ -110,7 +110,7 @@ def make_report(
         chunk: edge of the chunks.
         dense_below: tensors with fewer elements take the dense path.
         overlap: Thinwire's rows are those of ``overlap=True``, in as many buckets as that has.
-        exchange: ``all_gather`` or ``owner`` for Thinwire's rows; ``auto`` takes the faster one in each.
+        exchange: ``all_gather`` or ``owner`` for Thinwire's rows; ``auto`` takes the better one in each.
         owner_topk: coefficients that owners answer with; twice ``topk`` unless it is given.
     """
     check_choice("device", device, DEVICES)

@@ -7,17 +7,19 @@ from thinwire.exchange.plan import make_plan
 from thinwire.optimizer import DEFAULT_DENSE_BELOW
 from thinwire.options import coding_of
 from thinwire.planner.cost import DEVICES
-from thinwire.planner.links import LONGEST_SHORT_PAUSE_SECONDS, Link
+from thinwire.planner.links import Link
 from thinwire.planner.owners import choose_exchange, sizes_of
 from thinwire.training.config import OptimConfig
 from thinwire.training.shapes import specs_of
+
+_USUAL_COMPUTE_SECONDS = 1.0
 
 
 def settle_exchange(config: OptimConfig, model: nn.Module, num_replicas: int, link: Link | None) -> str:
     """What ``exchange`` comes to: where ``auto`` is asked for and a link is known, the planner decides.
 
-    With overlap it would have to know how long backward takes, which replicas may judge differently; then, and wherever no
-    link is known, it is left to DeMo's own rule.
+    It is told that a step computes for a second, since replicas may judge differently how long theirs do. With overlap that
+    would decide too much; then, and wherever no link is known, it is left to DeMo's own rule.
     """
     if config.exchange != AUTO or link is None or num_replicas == 1 or config.overlap or config.delay:
         return config.exchange
@@ -29,6 +31,6 @@ def settle_exchange(config: OptimConfig, model: nn.Module, num_replicas: int, li
         num_replicas,
         link,
         num_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
-        compute_seconds=2 * LONGEST_SHORT_PAUSE_SECONDS,
+        compute_seconds=_USUAL_COMPUTE_SECONDS,
         costs=DEVICES["gpu" if next(model.parameters()).is_cuda else "cpu"],
     )

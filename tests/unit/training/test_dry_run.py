@@ -97,7 +97,7 @@ def test_owners_hold_and_receive_what_they_would() -> None:
 def test_a_link_of_ones_own_has_a_row() -> None:
     out, config = io.StringIO(), build("quickstart")
     describe(replace(config, launch=replace(config.launch, link="3mbit,80ms")), 2, Console(file=out, width=120))
-    assert re.search(r"--link 3mbit,80ms │ [\d.]+ m?s", out.getvalue())
+    assert re.search(r"--link 3mbit,80ms │ +[\d.]+ m?s", out.getvalue())
 
 
 def test_shards_have_their_own_vocabulary() -> None:
