@@ -32,9 +32,9 @@ BATCH, LENGTH = 16, 256
 class ByteGPT(nn.Module):
     """A small causal transformer over bytes, with biases and norms so that the dense path is used."""
 
-    def __init__(self, dim: int = 256, num_layers: int = 6) -> None:
+    def __init__(self, dim: int = 256, num_layers: int = 6, length: int = LENGTH) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(256, dim), nn.Embedding(LENGTH, dim)
+        self.tokens, self.places = nn.Embedding(256, dim), nn.Embedding(length, dim)
         layer = nn.TransformerEncoderLayer(dim, dim // 64, 4 * dim, 0.0, "gelu", batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, num_layers, nn.LayerNorm(dim), enable_nested_tensor=False)
         self.head = nn.Linear(dim, 256, bias=False)

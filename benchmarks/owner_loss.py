@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.defaults import corpus
+from benchmarks.defaults import ByteGPT, corpus
 from thinwire import DeMo
 from thinwire.bench.environment import environment
 from thinwire.core.combine import Decoding
@@ -32,28 +32,6 @@ from thinwire.slabs import LocalTensor
 LENGTH, WIDTH, LAYERS = 64, 128, 2
 SEQUENCES = 64
 RATES = {"sign": 1e-3, "lion": 1e-3, "muon": 2e-2}
-
-
-class SmallGPT(nn.Module):
-    """A causal transformer over bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
-        self.head = nn.Linear(WIDTH, 256, bias=False)
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
-
-    def forward(self, text: Tensor) -> Tensor:
-        """Mean cross-entropy of the next byte, in nats."""
-        x, target = text[:, :-1], text[:, 1:]
-        hidden = self.tokens(x) + self.places.weight[: x.shape[1]]
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        logits = self.head(self.layers(hidden, mask=mask, is_causal=True))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 class Simulation:
@@ -115,7 +93,7 @@ def windows(data: Tensor, generator: torch.Generator, count: int) -> Tensor:
 def train(case: dict[str, Any], data: tuple[Tensor, Tensor], num_steps: int) -> dict[str, Any]:
     """Train one case and return its measures."""
     torch.manual_seed(case["seed"])
-    model, began = SmallGPT(), time.perf_counter()
+    model, began = ByteGPT(WIDTH, LAYERS, LENGTH), time.perf_counter()
     options = {"update": case["update"], "combine": case["combine"], "topk": case["topk"], "values": case["values"]}
     optimizer = DeMo(model.parameters(), lr=case["lr"], momentum_decay=case["decay"], **options)
     num_replicas = case["replicas"]
