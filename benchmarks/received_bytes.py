@@ -94,7 +94,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         points = [row["ranks"] for row in own], [row["received"] / 1e3 for row in own]
         axes.plot(*points, marker=marker, linestyle=style, color="black", label=exchange)
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="received per rank and step, kB")
-    axes.set_xticks(sorted({row["ranks"] for row in rows}), sorted({row["ranks"] for row in rows}), minor=False)
+    ranks = sorted({row["ranks"] for row in rows})
+    axes.set_xticks(ranks, ranks)
+    axes.set_xticks([], minor=True)
     axes.legend(frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
