@@ -276,7 +276,8 @@ def _why_exchange(row: Prediction) -> str:
     if row.other_step_seconds is None:
         return ""
     other = ALL_GATHER if row.exchange_name == OWNER else OWNER
-    return f" With exchange={other!r} it would take {format_seconds(row.other_step_seconds)}."
+    caution = " Owners cost loss, which is not counted here." if row.exchange_name == OWNER else ""
+    return f" With exchange={other!r} it would take {format_seconds(row.other_step_seconds)}.{caution}"
 
 
 def _percent(share: float) -> str:
