@@ -221,7 +221,7 @@ class Attempt:
                 self._route.apply_(bucket, self._groups, encoding, self.refused, decoding)
 
     def apply_late_(self, decoding: Decoding) -> None:
-        """After `finish_on_device_`, where the device has left it to the host to say whose payloads count."""
+        """Where the host says whose payloads count: the device may have found one of them damaged, and would apply none."""
         self._local.set_verdict_(Verdict.FINE)
         self.apply_(decoding)
 

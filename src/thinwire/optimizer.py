@@ -275,7 +275,7 @@ class DeMo(Optimizer):
             self._handle_trouble(troubled)
             return
         with self._delay.at_true_parameters(self._local.tensors):
-            attempt.apply_(self._decoding)
+            attempt.apply_late_(self._decoding)
         self._count(1)
         self._ended(attempt)
 

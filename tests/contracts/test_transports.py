@@ -225,6 +225,26 @@ def test_a_damaged_payload_is_left_out_and_all_become_alike_again(
     assert "replicas [1] hold other parameters than replicas [0, 2, 3]" in caplog.text
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_the_others_count_also_where_the_host_decides_about_kernels(backend: str, device: torch.device) -> None:
+    """As at the first step, where gradients are compared."""
+
+    class AtOnce(Tampering):
+        def start_all_gather_(self, messages_RB: torch.Tensor, what: str) -> Any:
+            return super().start_all_gather_(messages_RB, what.replace("step 1", "step 3"))
+
+    def work(transport: LoopbackTransport) -> int:
+        parameter = torch.nn.Parameter(torch.ones(16, 16, device=device))
+        options = {"chunk": 16, "topk": 8, "dense_below": 0, "backend": backend}
+        optimizer = DeMo([parameter], lr=0.1, transport=AtOnce(transport, 70), **options)
+        parameter.grad = torch.randn(16, 16, generator=torch.Generator().manual_seed(transport.replica)).to(device)
+        optimizer.step()
+        assert optimizer.num_steps == 1
+        return int((parameter != 1).sum())
+
+    assert run_replicas(work, 3) == [256] * 3
+
+
 def test_what_a_sound_bucket_says_counts_though_another_was_damaged() -> None:
     def work(transport: LoopbackTransport) -> tuple[int, int, torch.Tensor]:
         model = build()
