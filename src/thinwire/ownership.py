@@ -17,8 +17,8 @@ from thinwire.core.selection import select_topk, subtract_sent_
 from thinwire.exchange.plan import Records, Stack, stack_records
 from thinwire.wire.codec import ChunkCodec
 
-# Bounds what a step takes beside the residual.
-_ELEMENTS_AT_ONCE = 1 << 21
+# Bounds what a step takes beside the residual; a GPU wants much work per launch.
+_ELEMENTS_AT_ONCE, _ELEMENTS_AT_ONCE_ON_GPU = 1 << 21, 1 << 25
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ class OwnedStack:
         records_SCB = stack_records(slices_SB, self._run)
         answers_CB = stack_records(answer_B, self._answer_run)
         after_CE = torch.cat(list(self._residuals))
-        at_once = max(1, _ELEMENTS_AT_ONCE // after_CE.shape[1])
+        at_once = max(1, (_ELEMENTS_AT_ONCE_ON_GPU if after_CE.is_cuda else _ELEMENTS_AT_ONCE) // after_CE.shape[1])
         factors = self._clip_factors(records_SCB, at_once) if decoding.clips_values(self._run.codec.value_name) else None
         for first in range(0, self._num_chunks, at_once):
             where = slice(first, min(first + at_once, self._num_chunks))
-            messages = [self._run.codec.decode(records_CB[where].to(after_CE.device)) for records_CB in records_SCB]
+            messages = self._messages(records_SCB[:, where].to(after_CE.device))
             if factors is not None:
                 pairs = zip(messages, factors, strict=True)
                 messages = [(indices, values * factor) for (indices, values), factor in pairs]
@@ -92,6 +92,12 @@ class OwnedStack:
             some_CE += combine(messages, torch.empty_like(some_CE), decoding.combine)
             answers_CB[where] = _take_strongest_(some_CE, self._answer_run.codec).to(answers_CB.device)
         self._after_CE = after_CE
+
+    def _messages(self, records_SCB: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Everyone's indices and values (C, K), decoded together."""
+        found = self._run.codec.decode(records_SCB.flatten(0, 1))
+        indices_SCK, values_SCK = (tensor.unflatten(0, records_SCB.shape[:2]) for tensor in found)
+        return list(zip(indices_SCK, values_SCK, strict=True))
 
     def commit_(self) -> None:
         """The answer counts: what it left is the residual from now on."""

@@ -50,6 +50,7 @@ LAYERS = [
     "lab",
     "__init__",
     "bench",
+    "studies",
     "commands",
     "cli",
     "__main__",

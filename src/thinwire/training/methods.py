@@ -202,7 +202,7 @@ class Averaged:
             self._averaged = AveragedModel(callable_model, next(model.parameters()).device, hook, link)
             self.model = self._averaged
         self.traffic = self._averaged.traffic if self._averaged else Traffic()
-        self._optimizers = _averaged_optimizers(config, model)
+        self._optimizers = averaged_optimizers(config, model)
         self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers]
 
     def start_step(self, lr_share: float) -> None:
@@ -244,7 +244,8 @@ class Averaged:
                 optimizer.load_state_dict(state[str(place)])
 
 
-def _averaged_optimizers(config: OptimConfig, model: nn.Module) -> list[Optimizer]:
+def averaged_optimizers(config: OptimConfig, model: nn.Module) -> list[Optimizer]:
+    """What steps on averaged gradients: one optimizer, or two for different parameters."""
     named, betas, decay = trained(model), (config.beta1, config.beta2), config.weight_decay
     if config.optimizer in ("adamw", "adamw-bf16", "adamw-fp16", "powersgd"):
         return [torch.optim.AdamW(decay_groups(named, decay), config.lr, betas=betas, fused=True)]

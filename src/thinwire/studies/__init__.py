@@ -1,0 +1,1 @@
+"""Studies: what replicas do to a training, on one device and from stored rows."""

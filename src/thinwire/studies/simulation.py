@@ -1,0 +1,249 @@
+"""R virtual replicas on one device: a training as `thinwire train --replicas R` would do it, without processes.
+
+Every replica has its own examples and momentum; layout, codecs, combination, owners and update are the optimizer's own. What
+is the same on all replicas is there once: the parameters, the state of the update rule, and the owners, of which one has all
+chunks, since no chunk knows of another. On a CPU the result is that of R processes, bit for bit.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.core.combine import Decoding
+from thinwire.exchange.choice import OWNER
+from thinwire.exchange.plan import ExchangePlan, Stack, with_owners
+from thinwire.exchange.slices import clear_
+from thinwire.exchange.transport import SoloTransport
+from thinwire.local_step import Encoding, LocalStep
+from thinwire.optimizer import DeMo
+from thinwire.ownership import OwnedStack
+from thinwire.planning import group_step
+from thinwire.routes import for_answers
+from thinwire.slabs import LocalTensor
+from thinwire.stack_step import GroupStep
+from thinwire.studies.gradients import Gradients, autocast, can_be_batched, gradients_of
+from thinwire.studies.weather import Weather
+from thinwire.training.config import DECOUPLED_OPTIMIZERS, PEERS, TrainConfig, check
+from thinwire.training.errors import TrainingError
+from thinwire.training.evaluation import Score, evaluate
+from thinwire.training.examples import Batch, Examples, Order
+from thinwire.training.job import Data, load_data, seed_everything, sizes_of
+from thinwire.training.methods import Decoupled, averaged_optimizers, build_method, lr_share
+from thinwire.training.models import build_model, num_parameters
+from thinwire.training.settings import set_lrs
+
+_CALM = Weather()
+# From so many replicas on, one batched pass takes less time than a pass for each, on a GPU.
+_LEAST_BATCHED = 16
+
+Watcher = Callable[[int, LocalStep], None]
+"""Sees, and may change, what a replica has kept after it has sent: the replica, and its step."""
+
+
+class Simulation:
+    """A training. ``batched`` says how gradients are computed; None takes what is faster where both give the same."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        num_replicas: int,
+        device: torch.device,
+        weather: Weather = _CALM,
+        batched: bool | None = None,
+        data: Data | None = None,
+    ) -> None:
+        check(config, num_replicas)
+        self._config, self._device = config, device
+        self._data = data or load_data(config)
+        self._train, self._validation = OnDevice(self._data.train, device), self._data.validation
+        seed_everything(config.run.seed)
+        self.model = build_model(config, sizes_of(self._data)).to(device).train()
+        self._order = Order(len(self._train), config.schedule.batch, 0, 1, config.run.seed)
+        self.step = 0
+        is_decoupled = config.optim.optimizer in DECOUPLED_OPTIMIZERS
+        num_passes = num_replicas if is_decoupled else 1
+        if batched is None:
+            batched = device.type == "cuda" and num_passes >= _LEAST_BATCHED and can_be_batched(self.model)
+        self.gradients = gradients_of(self.model, config, num_passes, batched)
+        self.method: VirtualReplicas | VirtualAverage
+        if is_decoupled:
+            self.method = VirtualReplicas(self.model, config, num_replicas, weather)
+        else:
+            self.method = VirtualAverage(self.model, config, num_replicas)
+
+    @torch.no_grad()
+    def take_step(self) -> None:
+        """One step of all replicas."""
+        position = self.step * self._config.schedule.batch
+        self.gradients.start_(self._train.fetch(self._order.indices(position)))
+        self.method.take_step(self.gradients, self.step, lr_share(self._config.schedule, self.step))
+        self.step += 1
+
+    def score(self) -> Score:
+        """Of the parameters as they are, with nothing under way."""
+        self.method.drain()
+        examples, batch = self._config.run.eval_examples, self._config.schedule.batch
+        solo, context = SoloTransport(), autocast(self._config, self._device)
+        return evaluate(self.model, self._validation, examples, batch, solo, self._device, context)
+
+
+class OnDevice:
+    """Examples that all lie on the device."""
+
+    def __init__(self, examples: Examples, device: torch.device) -> None:
+        self._everything = examples.fetch(np.arange(len(examples))).to(device)
+        self._device = device
+
+    def __len__(self) -> int:
+        return len(self._everything.targets)
+
+    def fetch(self, indices: "np.ndarray[Any, Any]") -> Batch:
+        """The examples with these numbers."""
+        rows = torch.from_numpy(indices).to(self._device)
+        return Batch(self._everything.inputs[rows], self._everything.targets[rows])
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What replicas have sent at a step, and the settings of that step."""
+
+    payloads_RB: Tensor
+    groups: Sequence[GroupStep]
+
+
+class VirtualReplicas:
+    """DeMo among R replicas."""
+
+    def __init__(self, model: torch.nn.Module, config: TrainConfig, num_replicas: int, weather: Weather = _CALM) -> None:
+        self.optimizer = _optimizer(model, config)
+        self._peaks = [group["lr"] for group in self.optimizer.param_groups]
+        self._decoding: Decoding = self.optimizer._decoding
+        self._num_replicas, self._weather = num_replicas, weather
+        self._delay = config.optim.delay
+        self._under_way: deque[Sent] = deque()
+        plan, backend = self.optimizer.plan, config.optim.kernels
+        (self._bucket,) = plan.buckets
+        self.replicas = [LocalStep(plan, self._tensors(), backend, self._decoding) for _ in range(num_replicas)]
+        room = self.replicas[0].empty(self._bucket, 0, num_replicas)
+        self.payloads_RB = room.payloads_RB
+        self._rooms = [Encoding(self.payloads_RB, r, room.findings_RW, room.told_RW) for r in range(num_replicas)]
+        self.owner: VirtualOwner | None = None
+        if config.optim.exchange == OWNER and num_replicas > 1:
+            self.owner = VirtualOwner(plan, self.replicas[0].tensors, config.optim.owner_topk or None, backend)
+        self.watchers: list[Watcher] = []
+
+    def _tensors(self) -> list[LocalTensor]:
+        """The optimizer's, with a momentum of one's own."""
+        return [replace(one, momentum_CE=torch.zeros_like(one.momentum_CE)) for one in self.optimizer._local.tensors]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of one replica, per step: its payload to each of the others, as a ring brings it there."""
+        return self.optimizer.plan.payload_bytes
+
+    def take_step(self, gradients: Gradients, step: int, lr_share: float) -> None:
+        """Let all replicas that are there send, and apply what is due."""
+        set_lrs([self.optimizer], [self._peaks], lr_share)
+        groups = [group_step(group, None, len(self._under_way)) for group in self.optimizer.param_groups]
+        present, lost = self._weather.draw(step, self._num_replicas)
+        self.payloads_RB.zero_()
+        for replica in present:
+            gradients.take_(replica)
+            self._encode(replica, groups, is_lost=replica in lost)
+        arrived = [replica for replica in present if replica not in lost]
+        payloads_RB = self.payloads_RB if len(arrived) == self._num_replicas else self.payloads_RB[arrived]
+        self._under_way.append(Sent(payloads_RB.clone() if self._delay else payloads_RB, groups))
+        if len(self._under_way) > self._delay:
+            self._apply(self._under_way.popleft())
+
+    def _encode(self, replica: int, groups: Sequence[GroupStep], is_lost: bool) -> None:
+        local, room = self.replicas[replica], self._rooms[replica]
+        room.reset()
+        local.encode_(self._bucket, groups, room)
+        if is_lost:
+            local.keep_units(room)
+            local.give_back_(room)
+        for stack in self._bucket.stacks:
+            local.steps[stack].forget()
+        for watch in self.watchers:
+            watch(replica, local)
+
+    def _apply(self, sent: Sent) -> None:
+        if self.owner is None:
+            self.replicas[0].apply_(self._bucket, sent.groups, sent.payloads_RB, self._decoding)
+        else:
+            self.owner.apply_(sent, self._decoding)
+        for group in self.optimizer.param_groups:
+            group["num_steps"] += 1
+
+    @torch.no_grad()
+    def drain(self) -> None:
+        """Apply all that is under way."""
+        while self._under_way:
+            self._apply(self._under_way.popleft())
+
+
+class VirtualOwner:
+    """The owners of all chunks."""
+
+    def __init__(self, plan: ExchangePlan, tensors: Sequence[LocalTensor], topk: int | None, backend: str) -> None:
+        answers = with_owners(plan, topk).answers
+        assert answers is not None
+        (self._bucket,) = answers.buckets
+        (asked,) = plan.buckets
+        self._local = LocalStep(answers, tensors, backend)
+        self._answer_B = self._local.empty(self._bucket).payload_B
+        pairs = zip(asked.stacks, self._bucket.stacks, strict=True)
+        self.owned = [_owned(*pair, self._answer_B.device) for pair in pairs]
+
+    def apply_(self, sent: Sent, decoding: Decoding) -> None:
+        """Combine, answer, and apply the answer."""
+        clear_(self._answer_B, self._bucket)
+        for owned in self.owned:
+            owned.answer_(sent.payloads_RB, decoding, self._answer_B)
+            owned.commit_()
+        self._local.apply_(self._bucket, sent.groups, self._answer_B[None], for_answers(decoding))
+
+
+def _owned(asked: Stack, answer: Stack, device: torch.device) -> OwnedStack:
+    return OwnedStack(asked, answer, [torch.zeros(asked.num_chunks, asked.codec.num_elements, device=device)])
+
+
+class VirtualAverage:
+    """An optimizer on gradients that are averaged in full: all replicas together are one with all the examples."""
+
+    def __init__(self, model: torch.nn.Module, config: TrainConfig, num_replicas: int) -> None:
+        if config.optim.optimizer in PEERS:
+            raise TrainingError(f"optimizer={config.optim.optimizer} is not simulated: use thinwire train --replicas")
+        self._optimizers = averaged_optimizers(config.optim, model)
+        self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers]
+        self._num_elements, self._num_replicas = num_parameters(model), num_replicas
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of one replica, per step: a ring all-reduce of bfloat16 gradients."""
+        return math.ceil(2 * 2 * self._num_elements * (self._num_replicas - 1) / self._num_replicas)
+
+    def take_step(self, gradients: Gradients, step: int, lr_share: float) -> None:
+        """One step on the mean gradient, whose norm is what is clipped."""
+        set_lrs(self._optimizers, self._peaks, lr_share)
+        gradients.take_(0)
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def drain(self) -> None:
+        """Nothing is under way."""
+
+
+def _optimizer(model: torch.nn.Module, config: TrainConfig) -> DeMo:
+    """The optimizer of one replica alone, whose plan all share."""
+    alone = replace(config.optim, exchange="all_gather", delay=0, overlap=False, look_ahead=False, check_drift_every=0)
+    method = build_method(alone, model, model, SoloTransport())
+    assert isinstance(method, Decoupled)
+    return method.optimizer

@@ -1,0 +1,166 @@
+"""Trials: single trainings of a study, each a row in a file. Those that are there are not run again."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire.bench.environment import environment
+from thinwire.local_step import LocalStep
+from thinwire.studies.simulation import Simulation, VirtualReplicas
+from thinwire.studies.weather import Weather
+from thinwire.training.config import TrainConfig
+from thinwire.training.config_file import override
+from thinwire.training.job import Data, load_data
+from thinwire.training.models import num_parameters
+from thinwire.training.recipes import build
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training: a recipe for R replicas, and what differs from it (`thinwire.training.config`). ``kept`` is the share of
+    what was not sent that a replica keeps after each step; DeMo keeps all."""
+
+    recipe: str
+    replicas: int
+    optimizer: str = "demo"
+    settings: dict[str, Any] = field(default_factory=dict)
+    absent: float = 0.0
+    lost: float = 0.0
+    kept: float = 1.0
+
+    @property
+    def key(self) -> str:
+        """The same for the same training."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def config(self) -> TrainConfig:
+        """What is trained."""
+        return override(build(self.recipe, self.optimizer), self.settings, f"a trial of {self.recipe}")
+
+
+def run_trial(trial: Trial, device: torch.device, data: Data | None = None) -> Row:
+    """Train, and return what was measured. A loss that is no longer a number ends the training; its loss is null then."""
+    config, began = trial.config, time.perf_counter()
+    weather = Weather(trial.absent, trial.lost, config.run.seed)
+    simulation = Simulation(config, trial.replicas, device, weather, data=data)
+    if trial.kept != 1:
+        assert isinstance(simulation.method, VirtualReplicas)
+        simulation.method.watchers.append(_keeping(trial.kept))
+    curve, accuracy, steps = [], None, config.schedule.steps
+    ready = time.perf_counter()
+    while simulation.step < steps:
+        simulation.take_step()
+        if simulation.step % config.run.eval_every == 0 or simulation.step == steps:
+            score = simulation.score()
+            accuracy = score.accuracy
+            if not math.isfinite(score.loss):
+                break
+            curve.append([simulation.step, round(score.loss, 6)])
+    is_finished = bool(curve) and curve[-1][0] == steps
+    seconds = time.perf_counter() - ready
+    return {
+        "trial": asdict(trial),
+        "loss": curve[-1][1] if is_finished else None,
+        "accuracy": accuracy,
+        "curve": curve,
+        "sent_bytes": simulation.method.sent_bytes,
+        "parameters": num_parameters(simulation.model),
+        "seconds": round(time.perf_counter() - began, 2),
+        "step_seconds": round(seconds / max(1, simulation.step), 5),
+    }
+
+
+def _keeping(share: float) -> Callable[[int, LocalStep], None]:
+    def keep(replica: int, local: LocalStep) -> None:
+        for tensor in local.tensors:
+            tensor.momentum_CE.mul_(share)
+
+    return keep
+
+
+class Rows:
+    """The rows of one study in one folder, and where they were measured."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._path = folder / "rows.jsonl"
+        self.rows: list[Row] = [json.loads(line) for line in self._lines()]
+
+    def _lines(self) -> list[str]:
+        return self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
+
+    def missing(self, trials: Iterable[Trial]) -> list[Trial]:
+        """Those that have no row yet, each once."""
+        known = {json.dumps(row["trial"], sort_keys=True) for row in self.rows}
+        return list({trial.key: trial for trial in trials if trial.key not in known}.values())
+
+    def add(self, row: Row) -> None:
+        """Append a row to the file, in one write."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.rows:
+            (self.folder / "environment.json").write_text(json.dumps(environment(), indent=1) + "\n")
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        self.rows.append(row)
+
+
+def run_all(
+    trials: Sequence[Trial], rows: Rows, device: torch.device, at_once: int = 1, deadline: float = math.inf
+) -> Iterator[Row]:
+    """Run what has no row yet, ``at_once`` in processes of their own, and yield rows as they come; after the ``deadline``
+    (of `time.monotonic`) none is begun."""
+    waiting = rows.missing(trials)
+    if at_once == 1:
+        for trial in waiting:
+            if time.monotonic() > deadline:
+                return
+            row = run_trial(trial, device, _data_of(trial))
+            rows.add(row)
+            yield row
+        return
+    with ProcessPoolExecutor(at_once, get_context("spawn"), initializer=_begin_worker) as pool:
+        running: set[Future[Row]] = set()
+        while waiting or running:
+            while waiting and len(running) < at_once and time.monotonic() < deadline:
+                running.add(pool.submit(_run_in_worker, waiting.pop(0), str(device)))
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for one in done:
+                row = one.result()
+                rows.add(row)
+                yield row
+
+
+def _begin_worker() -> None:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    torch.set_num_threads(1)
+
+
+def _run_in_worker(trial: Trial, device: str) -> Row:
+    return run_trial(trial, torch.device(device), _data_of(trial))
+
+
+_last_data: tuple[object, Data] | None = None
+
+
+def _data_of(trial: Trial) -> Data:
+    """Kept from trial to trial, as long as it stays the same."""
+    global _last_data
+    config = trial.config
+    key = (config.data, config.model.architecture)
+    if _last_data is None or _last_data[0] != key:
+        _last_data = key, load_data(config)
+    return _last_data[1]

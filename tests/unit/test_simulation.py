@@ -1,0 +1,166 @@
+"""A simulation is what real replicas do."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from thinwire.exchange.loopback import LoopbackTransport, run_replicas
+from thinwire.studies.simulation import Simulation
+from thinwire.studies.weather import Weather
+from thinwire.training import recipes
+from thinwire.training.config import TrainConfig
+from thinwire.training.config_file import override
+from thinwire.training.errors import TrainingError
+from thinwire.training.examples import Order
+from thinwire.training.job import load_data, seed_everything, sizes_of
+from thinwire.training.methods import build_method, lr_share
+from thinwire.training.models import build_model, loss_of
+
+CPU = torch.device("cpu")
+SMALL = {"layers": 1, "width": 64, "heads": 2, "mlp_width": 96, "sequence": 16, "batch": 8, "steps": 6, "warmup_steps": 2}
+STEPS = 3
+
+
+def configured(**settings: Any) -> TrainConfig:
+    return override(recipes.build("quickstart", settings.get("optimizer", "demo")), {**SMALL, **settings}, "test")
+
+
+def real(config: TrainConfig, num_replicas: int) -> dict[str, Tensor]:
+    """The parameters after some steps of real optimizers, one in each thread."""
+    data = load_data(config)
+    seed_everything(config.run.seed)
+    first = build_model(config, sizes_of(data)).state_dict()
+
+    def train(transport: LoopbackTransport) -> dict[str, Tensor]:
+        model = build_model(config, sizes_of(data)).train()
+        model.load_state_dict(first)
+        method = build_method(config.optim, model, model, transport)
+        order = Order(len(data.train), config.schedule.batch, transport.replica, num_replicas, config.run.seed)
+        for step in range(STEPS):
+            method.start_step(lr_share(config.schedule, step))
+            loss, _ = loss_of(model, data.train.fetch(order.indices(step * config.schedule.batch)))
+            loss.backward()  # type: ignore[no-untyped-call]
+            method.after_backward(config.optim.clip)
+            method.step()
+        method.drain()
+        return model.state_dict()
+
+    return run_replicas(train, num_replicas)[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"update": "sign", "topk": 8, "values": "float32", "combine": "mean_over_replicas", "weight_decay": 0.1},
+        {"update": "adamw", "lr": 1e-3},
+        {"update": "lion", "lr": 1e-3, "delay": 1},
+        {"exchange": "owner"},
+        {"exchange": "owner", "owner_topk": 5, "update": "sign", "values": "int8", "combine": "majority_vote"},
+        {"optimizer": "published"},
+    ],
+    ids=str,
+)
+def test_a_simulation_has_the_bits_of_real_replicas(settings: dict[str, Any]) -> None:
+    config = configured(**settings)
+    wanted = real(config, 4)
+    simulation = Simulation(config, 4, CPU)
+    for _ in range(STEPS):
+        simulation.take_step()
+    simulation.score()
+    for name, value in simulation.model.state_dict().items():
+        assert torch.equal(value, wanted[name]), name
+
+
+def test_averaged_optimizers_see_the_mean_gradient() -> None:
+    config = configured(optimizer="adamw", clip=0.0)
+    wanted = real(config, 1)
+    simulation = Simulation(config, 4, CPU)
+    for _ in range(STEPS):
+        simulation.take_step()
+    for name, value in simulation.model.state_dict().items():
+        torch.testing.assert_close(value, wanted[name])
+
+
+def test_gradients_in_one_pass_are_those_of_many() -> None:
+    config = configured(clip=0.01)
+    simulations = [Simulation(config, 4, CPU, batched=batched) for batched in (False, True)]
+    for simulation in simulations:
+        simulation.gradients.start_(simulation._train.fetch(np.arange(8)))
+    for replica in range(4):
+        found = []
+        for simulation in simulations:
+            simulation.gradients.take_(replica)
+            found.append([parameter.grad for parameter in simulation.model.parameters()])
+        for looped, batched in zip(*found, strict=True):
+            torch.testing.assert_close(looped, batched, rtol=1e-3, atol=1e-6)
+
+
+def test_what_is_lost_stays_with_its_sender_and_nobody_else_sees_it() -> None:
+    """With one replica's payloads always lost, the others train as if it were not there."""
+    weather = _Always(lost=[2])
+    simulation = Simulation(configured(update="sgd", values="float32"), 4, CPU)
+    vars(simulation.method)["_weather"] = weather
+    without = Simulation(configured(update="sgd", values="float32"), 4, CPU)
+    vars(without.method)["_weather"] = _Always(absent=[2])
+    for _ in range(STEPS):
+        simulation.take_step()
+        without.take_step()
+    for mine, theirs in zip(simulation.model.parameters(), without.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    kept = [tensor.momentum_CE for tensor in simulation.method.replicas[2].tensors]  # type: ignore[union-attr]
+    sent = [tensor.momentum_CE for tensor in simulation.method.replicas[1].tensors]  # type: ignore[union-attr]
+    assert sum(float(momentum.square().sum()) for momentum in kept) > 1.2 * sum(float(m.square().sum()) for m in sent)
+    absent = [tensor.momentum_CE for tensor in without.method.replicas[2].tensors]  # type: ignore[union-attr]
+    assert not any(momentum.any() for momentum in absent)
+
+
+class _Always(Weather):
+    def __init__(self, absent: list[int] | None = None, lost: list[int] | None = None) -> None:
+        vars(self).update(_away=absent or [], _lost=lost or [])
+
+    def draw(self, step: int, num_replicas: int) -> Any:
+        present = [replica for replica in range(num_replicas) if replica not in vars(self)["_away"]]
+        return present, vars(self)["_lost"]
+
+
+def test_the_weather_is_as_foretold() -> None:
+    weather = Weather(absent=0.3, lost=0.2, seed=5)
+    drawn = [weather.draw(step, 8) for step in range(2000)]
+    assert drawn == [weather.draw(step, 8) for step in range(2000)]
+    present = sum(len(one.present) for one in drawn) / 16000
+    assert 0.7 < present < 0.78  # the one that is spared is always there
+    assert 0.1 < sum(len(one.lost) for one in drawn) / 16000 < 0.15
+    assert all(set(one.lost) < set(one.present) for one in drawn)
+    assert Weather().draw(3, 4) == ([0, 1, 2, 3], [])
+    with pytest.raises(ValueError, match="absent"):
+        Weather(absent=1.5)
+
+
+def test_watchers_may_change_what_is_kept() -> None:
+    simulation = Simulation(configured(), 2, CPU)
+    seen: list[int] = []
+
+    def drop(replica: int, local: Any) -> None:
+        seen.append(replica)
+        local.clear_residual_()
+
+    simulation.method.watchers.append(drop)  # type: ignore[union-attr]
+    simulation.take_step()
+    assert seen == [0, 1]
+    assert not any(t.momentum_CE.any() for one in simulation.method.replicas for t in one.tensors)  # type: ignore[union-attr]
+
+
+def test_peers_are_refused_in_words() -> None:
+    with pytest.raises(TrainingError, match="topk is not simulated: use thinwire train"):
+        Simulation(configured(optimizer="topk"), 2, CPU)
+
+
+def test_a_batch_that_replicas_cannot_share_is_refused() -> None:
+    config = dataclasses.replace(configured(), schedule=dataclasses.replace(configured().schedule, batch=7))
+    with pytest.raises((TrainingError, ValueError), match="batch"):
+        Simulation(config, 4, CPU)
