@@ -4,7 +4,9 @@ The kernels find the tensors through tables of addresses. Addresses may change f
 tensor after `zero_grad`), so they are compared at each step, and a table that no longer fits is written anew.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -17,10 +19,13 @@ from thinwire.kernels import decode, encode, undo
 from thinwire.kernels.table import ChunkTable, Cut, Row, upload_rows
 from thinwire.slabs import LocalTensor
 from thinwire.stack_step import GroupStep
-from thinwire.torch_stack import change_whole_
+from thinwire.torch_stack import change_whole_, change_wholes_
 from thinwire.wire.payload import Trouble, Verdict
 
 _MOST_MAPS = 8
+# Rules on whole matrices change so many elements together, or the largest tensor alone: many small matrices, each with its
+# own dozens of launches, would leave a GPU waiting.
+_ELEMENTS_TOGETHER = 1 << 23
 
 
 class Form(NamedTuple):
@@ -110,12 +115,12 @@ class FusedStack:
             # These rules are not kernels and cannot ask for the verdict: no direction and no decay change nothing.
             weight_factor = torch.where(self._verdict == 0, group.weight_factor, 1.0)
             first = 0
-            for entry in entries:
-                target = targets[entry.tensor]
-                mine = direction[: target.numel()].view(target.shape).zero_()
-                decode_((first, first + entry.layout.num_chunks), "whole")
-                change_whole_(self._tensors[entry.tensor], target, mine, group, weight_factor)
-                first += entry.layout.num_chunks
+            for run in self._runs(entries):
+                direction.zero_()
+                last = first + sum(entry.layout.num_chunks for entry in run)
+                decode_((first, last), "whole")
+                self._change_wholes_(run, targets, direction, group, weight_factor)
+                first = last
         for index, target in targets.items():
             if target.data_ptr() != self._tensors[index].parameter.data_ptr():
                 self._tensors[index].parameter.copy_(target)
@@ -125,10 +130,43 @@ class FusedStack:
         gradients = {index: gradient.contiguous() for index, gradient in found if gradient is not None}
         return {index: g.float() if g.dtype == torch.float64 else g for index, g in gradients.items()}
 
+    def _change_wholes_(
+        self, run: list[Entry], targets: dict[int, Tensor], direction: Tensor, group: GroupStep, weight_factor: Tensor
+    ) -> None:
+        mine = [targets[entry.tensor] for entry in run]
+        places = [self._places[entry.tensor][1] for entry in run]
+        parts = [direction[at : at + one.numel()].view(one.shape) for at, one in zip(places, mine, strict=True)]
+        if group.rule.state_names:
+            for entry, target, part in zip(run, mine, parts, strict=True):
+                change_whole_(self._tensors[entry.tensor], target, part, group, weight_factor)
+        else:
+            change_wholes_(mine, parts, group, weight_factor)
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        """In which run each tensor's direction is made, and where it lies then."""
+        places, run, filled = {}, 0, 0
+        for entry in self._stack.entries:
+            size = _aligned(self._tensors[entry.tensor].parameter.numel())
+            if filled and filled + size > self._room:
+                run, filled = run + 1, 0
+            places[entry.tensor] = (run, filled)
+            filled += size
+        return places
+
+    @cached_property
+    def _room(self) -> int:
+        """How many elements are changed together at most."""
+        sizes = [_aligned(self._tensors[entry.tensor].parameter.numel()) for entry in self._stack.entries]
+        return max(max(sizes), min(sum(sizes), _ELEMENTS_TOGETHER))
+
+    def _runs(self, entries: list[Entry]) -> list[list[Entry]]:
+        """Those of a table that are changed together."""
+        return [list(run) for _, run in itertools.groupby(entries, lambda entry: self._places[entry.tensor][0])]
+
     def _whole_direction(self) -> Tensor:
-        """Room for the direction of the largest tensor."""
-        largest = max(self._tensors[entry.tensor].parameter.numel() for entry in self._stack.entries)
-        return self._scratch.take("direction", (largest,), torch.float32, self._units_C.device)
+        """Room for the directions of a run."""
+        return self._scratch.take("direction", (self._room,), torch.float32, self._units_C.device)
 
     def _encode_row(self, entry: Entry, gradient: Tensor | None) -> tuple[Form, Row]:
         local = self._tensors[entry.tensor]
@@ -137,8 +175,11 @@ class FusedStack:
 
     def _apply_row(self, entry: Entry, targets: dict[int, Tensor], direction: Tensor | None) -> tuple[Form, Row]:
         local = self._tensors[entry.tensor]
-        state = direction if direction is not None else next(iter(local.rule_state.values()), None)
-        row = Row(0, 0, targets[entry.tensor].data_ptr(), 0 if state is None else state.data_ptr())
+        state = next(iter(local.rule_state.values()), None)
+        address = 0 if state is None else state.data_ptr()
+        if direction is not None:
+            address = direction.data_ptr() + self._places[entry.tensor][1] * direction.element_size()
+        row = Row(0, 0, targets[entry.tensor].data_ptr(), address)
         return self._form(entry, local, None, row), row
 
     def _form(self, entry: Entry, local: LocalTensor, gradient: torch.dtype | None, row: Row) -> Form:
@@ -146,6 +187,11 @@ class FusedStack:
         addresses = (row.gradient, row.momentum, row.parameter, row.rule_state)
         is_aligned = layout.col_edge % 16 == layout.num_cols % 16 == 0 and all(a % 16 == 0 for a in addresses)
         return Form(gradient, local.momentum_CE.dtype, local.parameter.dtype, layout.is_padded, is_aligned)
+
+
+def _aligned(numel: int) -> int:
+    """Rounded up, so that what follows begins at a multiple of 16 bytes."""
+    return -(-numel // 4) * 4
 
 
 class _Tables:

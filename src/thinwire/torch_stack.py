@@ -253,6 +253,24 @@ def change_whole_(
     _change_(target.view(shape), direction.view(shape), local.rule_state, group, weight_factor)
 
 
+def change_wholes_(
+    targets: Sequence[Tensor], directions: Sequence[Tensor], group: GroupStep, weight_factor: float | Tensor
+) -> None:
+    """`change_whole_` for many tensors and a rule without state: matrices of one shape together, in few operations."""
+    alike: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+    for target, direction in zip(targets, directions, strict=True):
+        shape = matrix_shape(tuple(target.shape), group.chunk)
+        alike.setdefault((*shape[1:],), []).append((target.view(shape), direction.view(shape)))
+    for pairs in alike.values():
+        if len(pairs) == 1:
+            _change_(*pairs[0], {}, group, weight_factor)
+            continue
+        together, direction = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        _change_(together, direction, {}, group, weight_factor)
+        changed = together.split([len(target) for target, _ in pairs])
+        torch._foreach_copy_([target for target, _ in pairs], list(changed))
+
+
 def _change_(
     parameter: Tensor, direction: Tensor, state: dict[str, Tensor], group: GroupStep, weight_factor: float | Tensor
 ) -> None:

@@ -87,6 +87,7 @@ EXTRAS = {
     "training/reporter.py": {"rich"},
     "training/text.py": {"datasets", "tokenizers"},
     "lab/figure.py": {"matplotlib"},
+    "studies/gradients.py": {"transformers"},
     "lab/worker.py": {"rich"},
     "bench/contenders.py": {"pytorch_optimizer"},
     "bench/figure.py": {"matplotlib"},

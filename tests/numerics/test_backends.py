@@ -82,7 +82,8 @@ def test_equal_coefficients_give_equal_bytes(values: str, topk: int, device: tor
     found = encoded(plan, "triton", parameters, momenta, group_step())
     assert torch.equal(found[0], expected[0])
     for mine, theirs in zip(found[1], expected[1], strict=True):
-        assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-7)
+        # The sender's unit, a mean, is rounded in another order; coefficients here are up to about 4.
+        assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("chunk", "topk"), [(32, 8), (64, 32), (64, 64), (128, 100)])

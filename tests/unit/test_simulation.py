@@ -164,3 +164,22 @@ def test_a_batch_that_replicas_cannot_share_is_refused() -> None:
     config = dataclasses.replace(configured(), schedule=dataclasses.replace(configured().schedule, batch=7))
     with pytest.raises((TrainingError, ValueError), match="batch"):
         Simulation(config, 4, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("exchange", ["all_gather", "owner"])
+def test_a_simulation_on_a_gpu_comes_to_what_one_on_a_cpu_does(batched: bool, exchange: str) -> None:
+    """Graphs and kernels included; only rounding may differ, which selects other coefficients here and there."""
+    config = configured(update="sgd", values="float32", lr=1e-2, clip=0.5, exchange=exchange, topk=64, weight_decay=0.1)
+    before = Simulation(config, 4, CPU)
+    moved = [Simulation(config, 4, CPU), Simulation(config, 4, torch.device("cuda"), batched=batched)]
+    for simulation in moved:
+        for _ in range(STEPS):
+            simulation.take_step()
+        assert simulation.step == STEPS
+    assert "triton" in moved[1].method.replicas[0].backends  # type: ignore[union-attr]
+    pairs = zip(before.model.parameters(), *(one.model.parameters() for one in moved), strict=True)
+    updates = [((cpu - first).detach(), (cuda.cpu() - first).detach()) for first, cpu, cuda in pairs]
+    difference = sum(float((mine - theirs).square().sum()) for mine, theirs in updates)
+    assert difference < 1e-2 * sum(float(mine.square().sum()) for mine, _ in updates)

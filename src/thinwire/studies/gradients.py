@@ -17,6 +17,7 @@ from thinwire.training.models import loss_of
 from thinwire.training.settings import clip_
 
 _WARM_UPS = 3
+_PLAIN = "thinwire_plain"
 
 
 class Gradients(Protocol):
@@ -92,6 +93,7 @@ class Batched:
         self._device = next(iter(self._parameters.values())).device
         self._replay: Replay | None = None
         self._found: dict[str, Tensor] = {}
+        _use_plain_attention(model)
 
     def start_(self, batch: Batch) -> None:
         """See `Gradients`."""
@@ -125,6 +127,27 @@ class Batched:
         factors_R = (self._config.optim.clip / (norms_R + 1e-6)).clamp(max=1.0)
         for found in self._found.values():
             found.mul_(factors_R.view(-1, *(1,) * (found.dim() - 1)))
+
+
+def _use_plain_attention(model: nn.Module) -> None:
+    """In place of fused attention, which cannot be batched once more, nor its mask be made inside a graph."""
+    from transformers import AttentionInterface, PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        AttentionInterface.register(_PLAIN, _attend)
+        model.set_attn_implementation(_PLAIN)
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, scaling: float | None = None, **_: Any
+) -> tuple[Tensor, None]:
+    """Attention over all that came before, or over all, as the module wants it. (B, H, S, D) to (B, S, H, D)."""
+    scores = query @ key.mT * (scaling or query.shape[-1] ** -0.5)
+    if getattr(module, "is_causal", False):
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    return (weights @ value).transpose(1, 2).contiguous(), None
 
 
 class _Called:
