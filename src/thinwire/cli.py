@@ -18,6 +18,7 @@ commands:
   plan scale       predict steps of many replicas            (thinwire plan scale --help)
   bench step       measure an optimizer step on this machine (thinwire bench --help)
   lab run          run commands over thin links, real ones   (thinwire lab --help)
+  study run        answer questions by training              (thinwire study --help)
 
 options:
   --version        print the version
@@ -75,9 +76,10 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _commands() -> dict[str, Callable[[list[str]], int]]:
-    from thinwire.commands import bench, lab, plan, train
+    from thinwire.commands import bench, lab, plan, study, train
 
-    return {"train": train.command, "plan": plan.command, "bench": bench.command, "lab": lab.command}
+    commands = {"train": train.command, "plan": plan.command, "bench": bench.command, "lab": lab.command}
+    return {**commands, "study": study.command}
 
 
 def _report(error: Exception, debug: bool) -> int:

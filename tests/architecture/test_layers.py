@@ -87,6 +87,7 @@ EXTRAS = {
     "training/reporter.py": {"rich"},
     "training/text.py": {"datasets", "tokenizers"},
     "lab/figure.py": {"matplotlib"},
+    "studies/figure.py": {"matplotlib"},
     "studies/gradients.py": {"transformers"},
     "lab/worker.py": {"rich"},
     "bench/contenders.py": {"pytorch_optimizer"},
@@ -96,6 +97,7 @@ EXTRAS = {
     "commands/lab_compare.py": {"rich", "tyro"},
     "commands/plan.py": {"rich", "tyro"},
     "commands/scale.py": {"rich", "tyro"},
+    "commands/study.py": {"rich", "tyro"},
     "commands/train.py": {"rich", "tyro"},
 }
 # Layers that may know of process groups.

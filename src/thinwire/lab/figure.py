@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from thinwire.lab.losses import Curve
 from thinwire.lab.rows import Cell
 
-_MARKS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
-_COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666", "#8c510a", "#35978f")
-_DASHES: tuple[tuple[float, ...], ...] = ((), (6, 2), (1, 1.5), (8, 2, 1, 2), (3, 1.5), (5, 1, 1, 1, 1, 1))
+MARKS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
+COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666", "#8c510a", "#35978f")
+DASHES: tuple[tuple[float, ...], ...] = ((), (6, 2), (1, 1.5), (8, 2, 1, 2), (3, 1.5), (5, 1, 1, 1, 1, 1))
 _PARTS = (
     ("compute", ("data", "forward", "backward"), "#dddddd", ""),
     ("encode", ("encode",), "#009e73", "///"),
@@ -32,15 +32,15 @@ def draw_steps(cells: Sequence[Cell], path: Path) -> None:
         for index, link in enumerate(links):
             chosen = [c for c in cells if c.link == link and c.num_hosts == num_hosts and not c.error]
             heights = [methods.index(cell.method) for cell in chosen]
-            colour = _COLOURS[index % len(_COLOURS)]
-            mark = _MARKS[index % len(_MARKS)]
+            colour = COLOURS[index % len(COLOURS)]
+            mark = MARKS[index % len(MARKS)]
             axes.plot([c.seconds for c in chosen], heights, mark, color=colour, label=link, markersize=5.5, alpha=0.85)
         axes.set_xscale("log")
         axes.set_yticks(range(len(methods)), methods if place == 0 else [""] * len(methods))
         axes.set_ylim(len(methods) - 0.5, -0.5)
         axes.set_xlabel("seconds per step")
         axes.set_title(f"{num_hosts} hosts", loc="left", fontsize=10)
-        _tidy(axes)
+        tidy(axes)
     figure.axes[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, title="link")
     FigureCanvasAgg(figure).print_png(str(path))
 
@@ -68,7 +68,7 @@ def draw_breakdown(cells: Sequence[Cell], path: Path, title: str) -> None:
     axes.set_xlabel("seconds per step")
     axes.set_title(title, loc="left", fontsize=10)
     axes.legend(fontsize=8, loc="lower right")
-    _tidy(axes)
+    tidy(axes)
     FigureCanvasAgg(figure).print_png(str(path))
 
 
@@ -82,12 +82,12 @@ def draw_losses(cells: Sequence[Cell], curves: dict[str, Curve], path: Path, tar
         for index, cell in enumerate(shown):
             curve = curves[cell.method]
             points = [(step * cell.seconds, loss) for step, loss in curve.points if step > 0]
-            (line,) = axes.plot(*zip(*points, strict=True), color=_COLOURS[index % len(_COLOURS)], linewidth=1.5)
-            line.set_marker(_MARKS[index % len(_MARKS)])
+            (line,) = axes.plot(*zip(*points, strict=True), color=COLOURS[index % len(COLOURS)], linewidth=1.5)
+            line.set_marker(MARKS[index % len(MARKS)])
             line.set_markersize(3.5)
             line.set_markevery((index % 4, 4))
             line.set_label(cell.method)
-            if dashes := _DASHES[index % len(_DASHES)]:
+            if dashes := DASHES[index % len(DASHES)]:
                 line.set_dashes(dashes)
         if target is not None:
             axes.axhline(target, color="#999999", linewidth=0.8)
@@ -95,12 +95,13 @@ def draw_losses(cells: Sequence[Cell], curves: dict[str, Curve], path: Path, tar
         axes.set_xlabel("seconds of training")
         axes.set_ylabel("validation loss (nats per byte)")
         axes.set_title(f"{link}, {shown[0].num_hosts if shown else 0} hosts", loc="left", fontsize=10)
-        _tidy(axes)
+        tidy(axes)
     figure.axes[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     FigureCanvasAgg(figure).print_png(str(path))
 
 
-def _tidy(axes: Axes) -> None:
+def tidy(axes: Axes) -> None:
+    """A light grid, and no frame where there is no axis."""
     axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -105,7 +105,9 @@ class OnDevice:
 
     def fetch(self, indices: "np.ndarray[Any, Any]") -> Batch:
         """The examples with these numbers."""
-        rows = torch.from_numpy(indices).to(self._device)
+        rows = torch.from_numpy(indices)
+        if self._device.type == "cuda":
+            rows = rows.pin_memory().to(self._device, non_blocking=True)  # else the host would wait for the GPU
         return Batch(self._everything.inputs[rows], self._everything.targets[rows])
 
 
@@ -205,7 +207,11 @@ class VirtualOwner:
     def apply_(self, sent: Sent, decoding: Decoding) -> None:
         """Combine, answer, and apply the answer."""
         clear_(self._answer_B, self._bucket)
-        for owned in self.owned:
+        import os
+
+        for group, owned in zip((st.group for st in self._bucket.stacks), self.owned, strict=True):
+            if not os.environ.get("NO_OWNER_DECAY"):
+                owned._residuals[0].mul_(sent.groups[group].decay)
             owned.answer_(sent.payloads_RB, decoding, self._answer_B)
             owned.commit_()
         self._local.apply_(self._bucket, sent.groups, self._answer_B[None], for_answers(decoding))

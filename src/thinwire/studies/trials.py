@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -19,6 +20,7 @@ from thinwire.studies.simulation import Simulation, VirtualReplicas
 from thinwire.studies.weather import Weather
 from thinwire.training.config import TrainConfig
 from thinwire.training.config_file import override
+from thinwire.training.errors import TrainingError
 from thinwire.training.job import Data, load_data
 from thinwire.training.models import num_parameters
 from thinwire.training.recipes import build
@@ -40,28 +42,50 @@ class Trial:
     kept: float = 1.0
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """All that it is, for its row."""
+        return asdict(self)
+
+    @property
     def key(self) -> str:
         """The same for the same training."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(self.facts, sort_keys=True)
 
     @property
     def config(self) -> TrainConfig:
         """What is trained."""
         return override(build(self.recipe, self.optimizer), self.settings, f"a trial of {self.recipe}")
 
+    def build(self, device: torch.device) -> Simulation:
+        """The training, before its first step."""
+        config = self.config
+        weather = Weather(self.absent, self.lost, config.run.seed)
+        simulation = Simulation(config, self.replicas, device, weather, data=_data_of(config))
+        if self.kept != 1:
+            if not isinstance(simulation.method, VirtualReplicas):
+                raise TrainingError(f"kept={self.kept} is for DeMo, not for optimizer={self.optimizer}")
+            simulation.method.watchers.append(_keeping(self.kept))
+        return simulation
 
-def run_trial(trial: Trial, device: torch.device, data: Data | None = None) -> Row:
-    """Train, and return what was measured. A loss that is no longer a number ends the training; its loss is null then."""
-    config, began = trial.config, time.perf_counter()
-    weather = Weather(trial.absent, trial.lost, config.run.seed)
-    simulation = Simulation(config, trial.replicas, device, weather, data=data)
-    if trial.kept != 1:
-        assert isinstance(simulation.method, VirtualReplicas)
-        simulation.method.watchers.append(_keeping(trial.kept))
+    def run(self, device: torch.device) -> Row:
+        """Train, and return what was measured."""
+        return train(self, self.build(device))
+
+    def made_up(self, chance: random.Random) -> Row:
+        """What `run` measures beside what every training does, made up, so that a study can be tried without training."""
+        return {}
+
+
+def train(trial: Trial, simulation: Simulation, watch: Callable[[], None] | None = None) -> Row:
+    """A training to its end. A loss that is no longer a number ends it early; its loss is null then. ``watch`` is called
+    after every step."""
+    config = trial.config
     curve, accuracy, steps = [], None, config.schedule.steps
     ready = time.perf_counter()
     while simulation.step < steps:
         simulation.take_step()
+        if watch is not None:
+            watch()
         if simulation.step % config.run.eval_every == 0 or simulation.step == steps:
             score = simulation.score()
             accuracy = score.accuracy
@@ -71,13 +95,13 @@ def run_trial(trial: Trial, device: torch.device, data: Data | None = None) -> R
     is_finished = bool(curve) and curve[-1][0] == steps
     seconds = time.perf_counter() - ready
     return {
-        "trial": asdict(trial),
+        "trial": trial.facts,
         "loss": curve[-1][1] if is_finished else None,
         "accuracy": accuracy,
         "curve": curve,
         "sent_bytes": simulation.method.sent_bytes,
         "parameters": num_parameters(simulation.model),
-        "seconds": round(time.perf_counter() - began, 2),
+        "seconds": round(seconds, 2),
         "step_seconds": round(seconds / max(1, simulation.step), 5),
     }
 
@@ -126,7 +150,7 @@ def run_all(
         for trial in waiting:
             if time.monotonic() > deadline:
                 return
-            row = run_trial(trial, device, _data_of(trial))
+            row = trial.run(device)
             rows.add(row)
             yield row
         return
@@ -150,16 +174,15 @@ def _begin_worker() -> None:
 
 
 def _run_in_worker(trial: Trial, device: str) -> Row:
-    return run_trial(trial, torch.device(device), _data_of(trial))
+    return trial.run(torch.device(device))
 
 
 _last_data: tuple[object, Data] | None = None
 
 
-def _data_of(trial: Trial) -> Data:
+def _data_of(config: TrainConfig) -> Data:
     """Kept from trial to trial, as long as it stays the same."""
     global _last_data
-    config = trial.config
     key = (config.data, config.model.architecture)
     if _last_data is None or _last_data[0] != key:
         _last_data = key, load_data(config)

@@ -1,0 +1,150 @@
+"""``thinwire study``: the questions that were asked of DeMo, and the trainings that answer them."""
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import torch
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from thinwire.core.errors import check_float, check_int
+from thinwire.training.errors import TrainingError
+
+if TYPE_CHECKING:
+    from thinwire.studies.study import Study
+
+
+@dataclass(frozen=True)
+class ListCommand:
+    """Name all studies and their questions."""
+
+    results: Path = Path("results")
+    """Folder of all results."""
+    debug: bool = False
+    """Show where an error came from."""
+
+
+@dataclass(frozen=True)
+class RunCommand:
+    """Run the trainings of some studies, or those that are missing, and write what they say."""
+
+    names: tyro.conf.Positional[tuple[str, ...]]
+    """Studies, such as q3, or all."""
+    size: Literal["small", "full"] = "small"
+    """small: a minute or two each on a CPU. full: for a GPU."""
+    device: str = "auto"
+    """cuda, cpu, or auto: a GPU if there is one."""
+    at_once: int = 1
+    """Trainings at the same time, each in a process of its own."""
+    seconds: float = 0.0
+    """Begin no training after this time; a later call goes on. 0: no limit."""
+    results: Path = Path("results")
+    """Folder of all results: rows go to STUDY/DATE_HARDWARE in it, to the newest of this hardware."""
+    anew: bool = False
+    """Begin a new folder, instead of going on in the newest."""
+    debug: bool = False
+    """Show where an error came from."""
+
+
+@dataclass(frozen=True)
+class ReportCommand:
+    """Write summaries and figures from stored rows; nothing is run."""
+
+    names: tyro.conf.Positional[tuple[str, ...]] = ("all",)
+    """Studies, such as q3, or all."""
+    results: Path = Path("results")
+    """Folder of all results."""
+    debug: bool = False
+    """Show where an error came from."""
+
+
+_Command = (
+    Annotated[ListCommand, tyro.conf.subcommand("list")]
+    | Annotated[RunCommand, tyro.conf.subcommand("run")]
+    | Annotated[ReportCommand, tyro.conf.subcommand("report")]
+)
+
+
+def command(arguments: list[str]) -> int:
+    """Run it."""
+    asked: ListCommand | RunCommand | ReportCommand = tyro.cli(_Command, prog="thinwire study", args=arguments)
+    console = Console()
+    if isinstance(asked, ListCommand):
+        return _list(asked, console)
+    if isinstance(asked, ReportCommand):
+        return _report(asked, console)
+    check_int("--at-once", asked.at_once, 1)
+    check_float("--seconds", asked.seconds, 0.0)
+    return _run(asked, console)
+
+
+def _list(asked: ListCommand, console: Console) -> int:
+    from thinwire.studies.questions import STUDIES
+    from thinwire.studies.results import best_folder
+
+    lines = Table()
+    for heading in ("study", "question", "newest rows"):
+        lines.add_column(heading)
+    for study in STUDIES.values():
+        folder = best_folder(asked.results, study.name)
+        lines.add_row(study.name, study.question, "none" if folder is None else folder.name)
+    console.print(lines)
+    return 0
+
+
+def _chosen(names: tuple[str, ...]) -> "list[Study]":
+    from thinwire.studies.questions import STUDIES
+
+    for name in names:
+        if name != "all" and name not in STUDIES:
+            raise TrainingError(f"there is no study {name!r}; there are all, {', '.join(STUDIES)}")
+    return list(STUDIES.values()) if "all" in names else [STUDIES[name] for name in dict.fromkeys(names)]
+
+
+def _run(asked: RunCommand, console: Console) -> int:
+    from thinwire.studies.results import folder_for, run_study, write_summary
+
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if asked.device == "auto" else asked.device
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise TrainingError(f"--device {asked.device}: there is no CUDA device here; cpu or auto")
+    device, deadline, is_complete = torch.device(name), time.monotonic() + (asked.seconds or math.inf), True
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    for study in (study for study in _chosen(asked.names) if study.has_trials):
+        folder, num_done, left = folder_for(asked.results, study.name, device, asked.anew), 0, 0
+        with Progress(*columns, console=console, transient=True) as progress:
+            bar = progress.add_task(f"{study.name} {study.title}", total=None)
+            for row, left in run_study(study, asked.size, folder, device, asked.at_once, deadline):
+                num_done += 1
+                progress.update(bar, completed=num_done, total=num_done + left)
+                loss = "failed" if row["loss"] is None else f"{row['loss']:.4f}"
+                console.print(f"[dim]{study.name}: {loss}, {row['seconds']:.0f} s[/dim]", highlight=False)
+        is_complete = is_complete and not left
+        if folder.exists():
+            write_summary(study, folder, asked.results)
+            _print_claims(study, folder, asked.results, console)
+        if left:
+            console.print(f"{study.name}: {left} trainings are left for lack of time; call it again to go on")
+    return 0 if is_complete else 3
+
+
+def _print_claims(study: "Study", folder: Path, results: Path, console: Console) -> None:
+    from thinwire.studies.results import find
+
+    console.print(f"{study.name} {study.title}: {folder}", soft_wrap=True, highlight=False)
+    for claim in find(study, folder, results).claims:
+        console.print(f"  {'holds' if claim.holds else 'DOES NOT HOLD'}: {claim.text}", soft_wrap=True, highlight=False)
+
+
+def _report(asked: ReportCommand, console: Console) -> int:
+    from thinwire.studies.results import folders_of, write_summary
+
+    for study in _chosen(asked.names):
+        for folder in folders_of(asked.results, study):
+            write_summary(study, folder, asked.results)
+            console.print(f"{folder / 'summary.md'}", soft_wrap=True, highlight=False)
+    return 0

@@ -1,0 +1,83 @@
+"""Where the rows of studies lie, and what is written beside them: results/STUDY/DATE_HARDWARE."""
+
+import re
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from thinwire.studies.study import SIZES, Finding, Study
+from thinwire.studies.trials import Row, Rows, run_all
+
+SUMMARY = "summary.md"
+
+
+def hardware_of(device: torch.device) -> str:
+    """cpu, or the GPU's name as a part of a folder's."""
+    if device.type != "cuda":
+        return device.type
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower().removeprefix("nvidia ")).strip("-")
+
+
+def folder_for(root: Path, study: str, device: torch.device, anew: bool = False) -> Path:
+    """The newest folder of a study on this hardware, to go on in, or one of today's date."""
+    hardware = hardware_of(device)
+    known = [] if anew else sorted((root / study).glob(f"*_{hardware}"))
+    return known[-1] if known else root / study / f"{datetime.now(UTC):%Y-%m-%d}_{hardware}"
+
+
+def best_folder(root: Path, study: str) -> Path | None:
+    """What a report reads: the newest of a GPU, else of a CPU."""
+    known = [path for path in sorted((root / study).glob("*_*")) if (path / "rows.jsonl").exists()]
+    return max(known, key=lambda path: (not path.name.endswith("_cpu"), path.name), default=None)
+
+
+def stored(results: Path, name: str) -> list[Row]:
+    """The rows that a report reads of something that was measured; none if nothing was."""
+    folder = best_folder(results, name)
+    return [] if folder is None else Rows(folder).rows
+
+
+def run_study(
+    study: Study, size: str, folder: Path, device: torch.device, at_once: int = 1, deadline: float = float("inf")
+) -> Iterator[tuple[Row, int]]:
+    """Run all that is due, and yield each new row with the number of trials that are still known to be due."""
+    assert size in SIZES
+    rows = Rows(folder)
+    while due := rows.missing(study.plan(size, rows.rows)):
+        left = len(due)
+        for row in run_all(due, rows, device, at_once, deadline):
+            left -= 1
+            yield row, left
+        if left or time.monotonic() > deadline:
+            return
+
+
+def folders_of(results: Path, study: Study) -> list[Path]:
+    """Those that have something to say: all with rows, or the study's own where it has no trials."""
+    own = results / study.name
+    return [path for path in sorted(own.glob("*_*")) if (path / "rows.jsonl").exists()] if study.has_trials else [own]
+
+
+def find(study: Study, folder: Path, results: Path) -> Finding:
+    """What the rows of a folder say."""
+    return study.find(Rows(folder).rows, results)
+
+
+def write_summary(study: Study, folder: Path, results: Path) -> None:
+    """Write summary.md and the figures of a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = Rows(folder).rows
+    finding = study.find(rows, results)
+    parts = [f"# {study.title}", study.question, finding.text]
+    if finding.claims:
+        parts.append("\n".join(claim.line for claim in finding.claims))
+    parts += [f"![{caption}]({name})\n\n{caption}" for name, caption in study.draw(rows, folder, results).items()]
+    failed = [row for row in rows if row["loss"] is None]
+    if failed:
+        parts.append(
+            f"{len(failed)} of {len(rows)} trainings ended in a loss that is not a number; they count as the worst."
+        )
+    (folder / SUMMARY).write_text("\n\n".join(parts) + "\n", encoding="utf-8")

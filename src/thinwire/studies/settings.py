@@ -1,0 +1,51 @@
+"""The trainings that most studies share, so that their figures can be put side by side."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from thinwire.studies.study import SMALL
+from thinwire.studies.trials import Trial
+
+# A byte-level GPT of 0.2 million parameters: 5 seconds for four replicas on a CPU.
+_TINY: dict[str, Any] = {
+    "layers": 2,
+    "width": 96,
+    "heads": 2,
+    "mlp_width": 192,
+    "sequence": 64,
+    "batch": 16,
+    "steps": 120,
+    "warmup_steps": 12,
+    "eval_every": 40,
+    "eval_examples": 128,
+}
+# The pilot's: 26 million parameters, 500 steps of 128 sequences.
+_PILOT: dict[str, Any] = {"steps": 500, "batch": 128, "warmup_steps": 50, "eval_every": 100, "eval_examples": 512}
+
+
+@dataclass(frozen=True)
+class Start:
+    """Settings of an optimizer, and the learning rate that a search for the best begins with."""
+
+    rate: float
+    settings: Mapping[str, Any]
+
+
+# The two kinds of DeMo that most studies compare: as published but for its codec, and the recommended one.
+DEMO_RULES = {
+    "sign": Start(1e-3, {"update": "sign", "topk": 32, "momentum_decay": 0.99}),
+    "muon": Start(4e-2, {"update": "muon", "topk": 64, "momentum_decay": 0.95}),
+}
+# What gradients that are averaged in full are given to.
+DENSE_RATES = {"adamw": 1e-3, "muon": 4e-3, "sgd": 1e-1, "lion": 3e-4}
+
+
+def text_trial(
+    size: str, optimizer: str = "demo", replicas: int = 4, settings: Mapping[str, Any] = MappingProxyType({})
+) -> Trial:
+    """A language model on Python's standard library: some 0.2 million parameters, or the pilot's 26 million."""
+    if size == SMALL:
+        return Trial("quickstart", replicas, optimizer, {**_TINY, **settings})
+    return Trial("gpt-small", replicas, optimizer, {**_PILOT, **settings})

@@ -1,0 +1,69 @@
+"""What a study is: a question, the trials that answer it, and what their rows say.
+
+A study's module has the trials in two sizes: `small` runs on a CPU in a minute or two, `full` wants a GPU. Its claims are
+computed from rows, so that whoever runs it again sees whether they hold there, too.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from thinwire.studies.trials import Row, Trial
+
+SMALL, FULL = "small", "full"
+SIZES = (SMALL, FULL)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence that the rows bear out, or do not."""
+
+    text: str
+    holds: bool
+
+    @property
+    def line(self) -> str:
+        """As a line of Markdown."""
+        return f"- {'holds' if self.holds else '**does not hold**'}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the rows of a study say: Markdown, a table mostly, and claims."""
+
+    text: str
+    claims: Sequence[Claim] = ()
+
+
+def _nothing_due(size: str, rows: Sequence[Row]) -> list[Trial]:
+    return []
+
+
+def _no_figures(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Study:
+    """``plan`` names the trials of a size that are due, knowing the rows so far; it is asked again until nothing new is
+    due, so that a learning rate can be tuned first. ``find`` reads the rows of one folder; ``draw`` writes figures into that
+    folder and returns their names with a caption each. Both also get the folder of all results: a study without trials of
+    its own reads the rows of others there (`thinwire.studies.results.stored`)."""
+
+    name: str
+    title: str
+    question: str
+    find: Callable[[Sequence[Row], Path], Finding]
+    plan: Callable[[str, Sequence[Row]], list[Trial]] = _nothing_due
+    draw: Callable[[Sequence[Row], Path, Path], dict[str, str]] = _no_figures
+
+    @property
+    def has_trials(self) -> bool:
+        """Whether it has any of its own."""
+        return self.plan is not _nothing_due
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; the first column to the left, the others to the right."""
+    rules = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rules, *lines))

@@ -1,0 +1,123 @@
+"""The same chance for every contender: a grid of learning rates around a first guess, then the best one with other seeds.
+
+Where the best is at the edge of what was tried, one more beyond it is, up to a number of tries that is the same for all. In
+the small size there is time for the first guess alone.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from thinwire.studies.study import FULL, table
+from thinwire.studies.trials import Row, Trial
+
+SEEDS = (0, 1, 2)
+_FACTORS = (1.0, 0.5, 2.0)
+_STEP = 2.0
+_MOST_TRIES = 5
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A training without learning rate and seed; ``rate`` is where to look for the former."""
+
+    name: str
+    trial: Trial
+    rate: float
+
+    def at(self, rate: float, seed: int) -> Trial:
+        """One training of it."""
+        return replace(self.trial, settings={**self.trial.settings, "lr": rate, "seed": seed})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The best learning rate, and the last losses at it, one per seed."""
+
+    rate: float
+    losses: list[float]
+    rows: list[Row]
+    tries: int
+
+    @property
+    def mean(self) -> float:
+        """Over seeds."""
+        return statistics.mean(self.losses)
+
+    @property
+    def spread(self) -> float:
+        """From the lowest to the highest."""
+        return max(self.losses) - min(self.losses)
+
+    @property
+    def words(self) -> str:
+        """Mean and range."""
+        if len(self.losses) == 1:
+            return f"{self.mean:.3f}"
+        return f"{self.mean:.3f} ({min(self.losses):.3f} to {max(self.losses):.3f})"
+
+
+def due(contenders: Sequence[Contender], rows: Sequence[Row], size: str, seeds: Sequence[int] = SEEDS) -> list[Trial]:
+    """What is to be run next, knowing these rows: the first of a grid, one beyond its edge, or the other seeds."""
+    return [
+        trial for contender in contenders for trial in _due(contender, rows, seeds, _FACTORS if size == FULL else (1.0,))
+    ]
+
+
+def _due(contender: Contender, rows: Sequence[Row], seeds: Sequence[int], factors: Sequence[float]) -> list[Trial]:
+    known = _tried(contender, rows, seeds[0])
+    missing = [rate for factor in factors if (rate := _rounded(contender.rate * factor)) not in known]
+    if missing:
+        return [contender.at(rate, seeds[0]) for rate in missing]
+    best = min(known, key=lambda rate: known[rate])
+    if 1 < len(known) < _MOST_TRIES and best in (min(known), max(known)):
+        return [contender.at(_rounded(best * _STEP if best == max(known) else best / _STEP), seeds[0])]
+    return [contender.at(best, seed) for seed in seeds[1:]]
+
+
+def outcomes(contenders: Sequence[Contender], rows: Sequence[Row]) -> dict[str, Outcome]:
+    """What came of all contenders that were tried, by name."""
+    pairs = ((one.name, outcome(one, rows)) for one in contenders)
+    return {name: found for name, found in pairs if found is not None}
+
+
+def outcome(contender: Contender, rows: Sequence[Row]) -> Outcome | None:
+    """What came of a contender; None if nothing has, or every training of it failed."""
+    seeds = {row["trial"]["settings"].get("seed", 0) for row in _own(contender, rows)}
+    if not seeds:
+        return None
+    known = _tried(contender, rows, min(seeds))
+    best = min(known, key=lambda rate: known[rate])
+    mine = [row for row in _own(contender, rows) if row["trial"]["settings"]["lr"] == best and row["loss"] is not None]
+    mine.sort(key=lambda row: row["trial"]["settings"].get("seed", 0))
+    return Outcome(best, [row["loss"] for row in mine], mine, len(known)) if mine else None
+
+
+def _own(contender: Contender, rows: Sequence[Row]) -> list[Row]:
+    wanted = _without_tuning(contender.trial.facts)
+    return [row for row in rows if _without_tuning(row["trial"]) == wanted]
+
+
+def _without_tuning(facts: dict[str, Any]) -> dict[str, Any]:
+    settings = {name: value for name, value in facts["settings"].items() if name not in ("lr", "seed")}
+    return {**facts, "settings": settings}
+
+
+def _tried(contender: Contender, rows: Sequence[Row], seed: int) -> dict[float, float]:
+    """The loss at each learning rate with one seed; infinite where training failed."""
+    mine = [row["trial"]["settings"] | {"loss": row["loss"]} for row in _own(contender, rows)]
+    infinity = float("inf")
+    return {one["lr"]: infinity if one["loss"] is None else one["loss"] for one in mine if one.get("seed", 0) == seed}
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.6g}")
+
+
+def outcome_table(what: str, found: Mapping[str, Outcome]) -> str:
+    """A line per contender: its loss, and how it was tuned."""
+    return table(
+        (what, "loss", "learning rate", "rates tried", "seeds"),
+        [(name, one.words, f"{one.rate:g}", str(one.tries), str(len(one.losses))) for name, one in found.items()],
+    )

@@ -1,0 +1,114 @@
+"""Every study, on rows that are made up, and the parts that they share."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thinwire import cli
+from thinwire.studies.questions import STUDIES
+from thinwire.studies.results import best_folder, folder_for, run_study, stored, write_summary
+from thinwire.studies.study import SIZES, Claim, Finding, Study
+from thinwire.studies.trials import Row, Rows, Trial
+from thinwire.studies.tuning import Contender, due, outcome
+
+CPU = torch.device("cpu")
+RESULTS = Path(__file__).parents[2] / "results"
+TINY: dict[str, Any] = {"layers": 1, "width": 32, "heads": 1, "mlp_width": 32, "sequence": 16, "batch": 4}
+TINY |= {"steps": 2, "warmup_steps": 1, "eval_every": 1, "eval_examples": 4, "lr": 1e-2}
+
+
+def made_up(trial: Trial, chance: random.Random) -> Row:
+    """A row as a training would leave it."""
+    loss = chance.uniform(1.0, 2.0)
+    row = {"trial": trial.facts, "loss": loss, "accuracy": 0.5, "curve": [[1, loss + 1], [2, loss]], "sent_bytes": 1000}
+    return {**row, "parameters": 10_000, "seconds": 1.0, "step_seconds": 0.5, **trial.made_up(chance)}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("study", STUDIES.values(), ids=lambda study: study.name)
+def test_a_study_comes_to_an_end_and_says_something(study: Study, size: str, tmp_path: Path) -> None:
+    folder, chance, rows = tmp_path / "2000-01-01_cpu", random.Random(1), list[Row]()
+    study.find([], RESULTS)
+    for _ in range(20):
+        known = {json.dumps(row["trial"], sort_keys=True) for row in rows}
+        new = [trial for trial in study.plan(size, rows) if trial.key not in known]
+        for trial in new:
+            _ = trial.config  # every setting exists
+            rows.append(json.loads(json.dumps(made_up(trial, chance))))
+        if not new:
+            break
+    else:
+        pytest.fail("it always wants more")
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_summary(study, folder, RESULTS)
+    text = (folder / "summary.md").read_text()
+    assert study.question in text
+    assert "| --- |" in text
+    for name in study.draw(rows, folder, RESULTS):
+        assert (folder / name).stat().st_size > 5000
+        assert f"({name})" in text
+
+
+def test_what_was_run_is_not_run_again(tmp_path: Path) -> None:
+    trials = [Trial("quickstart", 2, settings={**TINY, "seed": seed}) for seed in (0, 1)]
+    study = Study("q0", "T", "?", find=lambda rows, _: Finding(f"{len(rows)}"), plan=lambda *_: trials)
+    folder = folder_for(tmp_path, "q0", CPU)
+    assert [left for _, left in run_study(study, "small", folder, CPU, deadline=0.0)] == []
+    assert [left for _, left in run_study(study, "small", folder, CPU)] == [1, 0]
+    assert list(run_study(study, "small", folder, CPU)) == []
+    assert best_folder(tmp_path, "q0") == folder
+    assert len(stored(tmp_path, "q0")) == 2
+    row = Rows(folder).rows[0]
+    assert len(row["curve"]) == 2
+    assert row["loss"] == row["curve"][-1][1]
+    assert row["sent_bytes"] > 0
+    assert json.loads((folder / "environment.json").read_text())["torch"] == torch.__version__
+
+
+def test_a_training_that_fails_is_a_row_without_a_loss() -> None:
+    row = Trial("quickstart", 2, settings={**TINY, "update": "sgd", "lr": 1e30, "clip": 0.0, "steps": 4}).run(CPU)
+    assert row["loss"] is None
+
+
+def test_what_is_kept_can_be_less() -> None:
+    whole, dropped = (Trial("quickstart", 2, settings=TINY, kept=kept).run(CPU) for kept in (1.0, 0.0))
+    assert whole["curve"][0] == dropped["curve"][0]
+    assert whole["loss"] != dropped["loss"]
+
+
+def test_a_rate_is_sought_where_it_may_be_better() -> None:
+    """The loss falls with the learning rate: the search goes on beyond the grid, then takes the other seeds."""
+    contender = Contender("c", Trial("quickstart", 2), 1.0)
+    rows: list[Row] = []
+    for wanted in ([1.0, 0.5, 2.0], [4.0], [8.0]):
+        trials = due([contender], rows, "full")
+        assert [trial.settings["lr"] for trial in trials] == wanted
+        rows += [{"trial": trial.facts, "loss": 1 / trial.settings["lr"]} for trial in trials]
+    last = due([contender], rows, "full")
+    assert [(trial.settings["lr"], trial.settings["seed"]) for trial in last] == [(8.0, 1), (8.0, 2)]
+    rows += [{"trial": trial.facts, "loss": 0.1 * trial.settings["seed"]} for trial in last]
+    found = outcome(contender, rows)
+    assert found is not None
+    assert found.rate == 8.0
+    assert found.losses == [0.125, 0.1, 0.2]
+    assert found.tries == 5
+    other = Contender("d", replace(contender.trial, replicas=3), 1.0)
+    assert outcome(other, rows) is None
+
+
+def test_a_claim_that_does_not_hold_says_so() -> None:
+    assert Claim("a", False).line == "- **does not hold**: a"
+
+
+def test_the_command_names_studies_and_refuses_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["study", "list", "--results", str(tmp_path)]) == 0
+    listed = capsys.readouterr().out
+    assert all(study in listed for study in STUDIES)
+    assert cli.run(["study", "run", "q99"]) == 1
+    assert "there is no study 'q99'; there are all, " in capsys.readouterr().err
