@@ -6,7 +6,7 @@ from pathlib import Path
 
 from thinwire.studies.figure import Page, dot, room_for_labels, title
 from thinwire.studies.settings import DEMO_RULES, text_trial
-from thinwire.studies.study import SIZES, Claim, Finding, Study
+from thinwire.studies.study import FULL, SIZES, Claim, Finding, Study
 from thinwire.studies.trials import Row, Trial
 from thinwire.studies.tuning import Contender, Outcome, due, outcome_table, outcomes
 
@@ -16,7 +16,7 @@ _KEPT = {1.0: "kept", 0.5: "halved", 0.0: "dropped"}
 def _contenders(size: str) -> list[Contender]:
     return [
         Contender(f"{rule} rule, {word}", replace(text_trial(size, settings=start.settings), kept=kept), start.rate)
-        for rule, start in DEMO_RULES.items()
+        for rule, start in DEMO_RULES[size].items()
         for kept, word in _KEPT.items()
     ]
 
@@ -31,7 +31,7 @@ def _outcomes(rows: Sequence[Row]) -> dict[str, Outcome]:
 
 def _find(rows: Sequence[Row], results: Path) -> Finding:
     found, claims = _outcomes(rows), []
-    for rule in DEMO_RULES:
+    for rule in DEMO_RULES[FULL]:
         if f"{rule} rule, kept" in found and f"{rule} rule, dropped" in found:
             kept, dropped = found[f"{rule} rule, kept"], found[f"{rule} rule, dropped"]
             text = (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from thinwire.studies.study import SMALL
+from thinwire.studies.study import FULL, SMALL
 from thinwire.studies.trials import Trial
 
 # A byte-level GPT of 0.2 million parameters: 5 seconds for four replicas on a CPU.
@@ -33,13 +33,19 @@ class Start:
     settings: Mapping[str, Any]
 
 
-# The two kinds of DeMo that most studies compare: as published but for its codec, and the recommended one.
-DEMO_RULES = {
-    "sign": Start(1e-3, {"update": "sign", "topk": 32, "momentum_decay": 0.99}),
-    "muon": Start(4e-2, {"update": "muon", "topk": 64, "momentum_decay": 0.95}),
+_SIGN = {"update": "sign", "topk": 32, "momentum_decay": 0.99}
+_MUON = {"update": "muon", "topk": 64, "momentum_decay": 0.95}
+# The two kinds of DeMo that most studies compare: as published but for codec and decay, and the recommended one. Few steps
+# of a tiny model want larger ones.
+DEMO_RULES: dict[str, dict[str, Start]] = {
+    SMALL: {"sign": Start(8e-3, _SIGN), "muon": Start(8e-2, _MUON)},
+    FULL: {"sign": Start(1e-3, _SIGN), "muon": Start(4e-2, _MUON)},
 }
-# What gradients that are averaged in full are given to.
-DENSE_RATES = {"adamw": 1e-3, "muon": 4e-3, "sgd": 1e-1, "lion": 3e-4}
+# For gradients that are averaged in full.
+DENSE_RATES: dict[str, dict[str, float]] = {
+    SMALL: {"adamw": 2e-3, "muon": 2e-2, "sgd": 3e-1, "lion": 1e-3},
+    FULL: {"adamw": 1e-3, "muon": 4e-3, "sgd": 1e-1, "lion": 3e-4},
+}
 
 
 def text_trial(

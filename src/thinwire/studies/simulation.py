@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.combine import Decoding
+from thinwire.core.errors import NonFiniteGradientError
 from thinwire.exchange.choice import OWNER
 from thinwire.exchange.plan import ExchangePlan, Stack, with_owners
 from thinwire.exchange.slices import clear_
@@ -37,8 +38,10 @@ from thinwire.training.job import Data, load_data, seed_everything, sizes_of
 from thinwire.training.methods import Decoupled, averaged_optimizers, build_method, lr_share
 from thinwire.training.models import build_model, num_parameters
 from thinwire.training.settings import set_lrs
+from thinwire.wire.payload import PROBLEM_WORD
 
 _CALM = Weather()
+_TROUBLE = "a gradient has NaN or Inf in it: the training has failed"
 # From so many replicas on, one batched pass takes less time than a pass for each, on a GPU.
 _LEAST_BATCHED = 16
 
@@ -139,6 +142,7 @@ class VirtualReplicas:
         if config.optim.exchange == OWNER and num_replicas > 1:
             self.owner = VirtualOwner(plan, self.replicas[0].tensors, config.optim.owner_topk or None, backend)
         self.watchers: list[Watcher] = []
+        self._has_trouble = torch.zeros((), dtype=torch.bool, device=self.payloads_RB.device)
 
     def _tensors(self) -> list[LocalTensor]:
         """The optimizer's, with a momentum of one's own."""
@@ -158,6 +162,7 @@ class VirtualReplicas:
         for replica in present:
             gradients.take_(replica)
             self._encode(replica, groups, is_lost=replica in lost)
+        self._has_trouble |= self.payloads_RB.view(torch.int64)[:, PROBLEM_WORD].any()  # the kernels' remarks
         arrived = [replica for replica in present if replica not in lost]
         payloads_RB = self.payloads_RB if len(arrived) == self._num_replicas else self.payloads_RB[arrived]
         self._under_way.append(Sent(payloads_RB.clone() if self._delay else payloads_RB, groups))
@@ -167,6 +172,8 @@ class VirtualReplicas:
     def _encode(self, replica: int, groups: Sequence[GroupStep], is_lost: bool) -> None:
         local, room = self.replicas[replica], self._rooms[replica]
         room.reset()
+        if "torch" in local.backends:
+            _check_finite([local.gradient for local in local.tensors])
         local.encode_(self._bucket, groups, room)
         if is_lost:
             local.keep_units(room)
@@ -187,6 +194,8 @@ class VirtualReplicas:
     @torch.no_grad()
     def drain(self) -> None:
         """Apply all that is under way."""
+        if bool(self._has_trouble):
+            raise NonFiniteGradientError(_TROUBLE)
         while self._under_way:
             self._apply(self._under_way.popleft())
 
@@ -215,6 +224,11 @@ class VirtualOwner:
             owned.answer_(sent.payloads_RB, decoding, self._answer_B)
             owned.commit_()
         self._local.apply_(self._bucket, sent.groups, self._answer_B[None], for_answers(decoding))
+
+
+def _check_finite(gradients: Sequence[Tensor | None]) -> None:
+    if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients if gradient is not None):
+        raise NonFiniteGradientError(_TROUBLE)
 
 
 def _owned(asked: Stack, answer: Stack, device: torch.device) -> OwnedStack:

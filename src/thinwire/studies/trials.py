@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from thinwire.bench.environment import environment
+from thinwire.core.errors import NonFiniteGradientError
 from thinwire.local_step import LocalStep
 from thinwire.studies.simulation import Simulation, VirtualReplicas
 from thinwire.studies.weather import Weather
@@ -82,16 +84,17 @@ def train(trial: Trial, simulation: Simulation, watch: Callable[[], None] | None
     config = trial.config
     curve, accuracy, steps = [], None, config.schedule.steps
     ready = time.perf_counter()
-    while simulation.step < steps:
-        simulation.take_step()
-        if watch is not None:
-            watch()
-        if simulation.step % config.run.eval_every == 0 or simulation.step == steps:
-            score = simulation.score()
-            accuracy = score.accuracy
-            if not math.isfinite(score.loss):
-                break
-            curve.append([simulation.step, round(score.loss, 6)])
+    with suppress(NonFiniteGradientError):
+        while simulation.step < steps:
+            simulation.take_step()
+            if watch is not None:
+                watch()
+            if simulation.step % config.run.eval_every == 0 or simulation.step == steps:
+                score = simulation.score()
+                accuracy = score.accuracy
+                if not math.isfinite(score.loss):
+                    break
+                curve.append([simulation.step, round(score.loss, 6)])
     is_finished = bool(curve) and curve[-1][0] == steps
     seconds = time.perf_counter() - ready
     return {
