@@ -216,12 +216,8 @@ class VirtualOwner:
     def apply_(self, sent: Sent, decoding: Decoding) -> None:
         """Combine, answer, and apply the answer."""
         clear_(self._answer_B, self._bucket)
-        import os
-
-        for group, owned in zip((st.group for st in self._bucket.stacks), self.owned, strict=True):
-            if not os.environ.get("NO_OWNER_DECAY"):
-                owned._residuals[0].mul_(sent.groups[group].decay)
-            owned.answer_(sent.payloads_RB, decoding, self._answer_B)
+        for stack, owned in zip(self._bucket.stacks, self.owned, strict=True):
+            owned.answer_(sent.payloads_RB, decoding, sent.groups[stack.group].decay, self._answer_B)
             owned.commit_()
         self._local.apply_(self._bucket, sent.groups, self._answer_B[None], for_answers(decoding))
 
