@@ -167,13 +167,14 @@ def test_a_batch_that_replicas_cannot_share_is_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize(("batched", "compile_"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("exchange", ["all_gather", "owner"])
-def test_a_simulation_on_a_gpu_comes_to_what_one_on_a_cpu_does(batched: bool, exchange: str) -> None:
+def test_a_simulation_on_a_gpu_comes_to_what_one_on_a_cpu_does(batched: bool, compile_: bool, exchange: str) -> None:
     """Graphs and kernels included; only rounding may differ, which selects other coefficients here and there."""
     config = configured(update="sgd", values="float32", lr=1e-2, clip=0.5, exchange=exchange, topk=64, weight_decay=0.1)
     before = Simulation(config, 4, CPU)
-    moved = [Simulation(config, 4, CPU), Simulation(config, 4, torch.device("cuda"), batched=batched)]
+    compiled = override(config, {"compile": compile_}, "test")
+    moved = [Simulation(config, 4, CPU), Simulation(compiled, 4, torch.device("cuda"), batched=batched)]
     for simulation in moved:
         for _ in range(STEPS):
             simulation.take_step()
