@@ -1,10 +1,11 @@
 """All studies, in the order of their names."""
 
-from thinwire.studies import owners, q3_residual
+from thinwire.studies import owners, q3_residual, recipe
 from thinwire.studies.study import Study
 
 _MODULES = (
     q3_residual,
     owners,
+    recipe,
 )
 STUDIES: dict[str, Study] = {module.STUDY.name: module.STUDY for module in _MODULES}
