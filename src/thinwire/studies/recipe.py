@@ -90,8 +90,10 @@ def _log(rows: Sequence[Row]) -> str:
 
 def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
     found = _found(rows)
-    page = Page(max(1, len(found)), width=4.6)
-    for axes, (steps, by_name) in zip(page.panels, found.items(), strict=False):
+    if not found:
+        return {}
+    page = Page(len(found), width=4.6)
+    for axes, (steps, by_name) in zip(page.panels, found.items(), strict=True):
         for index, (name, one) in enumerate(by_name.items()):
             for seed, loss in enumerate(one.losses):
                 dot(axes, index, loss, name if seed == 0 else "", index)
