@@ -13,6 +13,24 @@ from thinwire.studies.tuning import Contender, Outcome, due, outcomes
 
 RECOMMENDED: dict[str, Any] = {"update": "muon", "topk": 64, "momentum_decay": 0.95, "combine": "mean_over_replicas"}
 _LEAST_RATIO = 100
+# What differs from the recommended settings, one thing at a time; each is tried with one seed, for 500 steps.
+_VARIATIONS: tuple[dict[str, Any], ...] = (
+    *({"lr": lr} for lr in (2e-2, 3e-2, 4e-2, 6e-2, 8e-2)),
+    *({"momentum_decay": decay} for decay in (0.8, 0.9, 0.98, 0.99)),
+    *({"combine": rule} for rule in ("mean_over_senders", "majority_vote")),
+    *({"values": values} for values in ("sign_scale", "int4", "int8", "float32")),
+    *({"chunk": chunk, "topk": chunk**2 // 64} for chunk in (16, 32, 128)),
+    *({"topk": topk} for topk in (16, 32, 128, 256)),
+    *({"weight_decay": decay} for decay in (0.01, 0.05, 0.1)),
+    *({"rest_update": rule, "rest_lr": lr} for rule in ("sign", "adamw") for lr in (1e-3, 3e-3, 1e-2)),
+    *({"warmup_steps": steps} for steps in (10, 100)),
+    *({"final_lr_share": share} for share in (0.0, 0.3)),
+    *({"schedule": name} for name in ("linear", "constant")),
+    *({"clip": clip} for clip in (0.0, 0.3)),
+    {"update": "lion", "lr": 1e-3},
+    {"update": "adamw", "lr": 1e-3},
+    {"update": "sign", "lr": 1e-3, "momentum_decay": 0.99},
+)
 # Steps, and sequences per step of all four replicas, of the pilot.
 _LENGTHS = {500: 128, 2000: 64, 5000: 64}
 _DEMO = {
@@ -38,7 +56,8 @@ def _contenders(size: str, steps: int, batch: int) -> list[Contender]:
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
     if size == SMALL:
         return due(_contenders(SMALL, 0, 0), rows, size)
-    return [trial for length in _LENGTHS.items() for trial in due(_contenders(FULL, *length), rows, size)]
+    tried = [text_trial(FULL, settings={**RECOMMENDED, "lr": 4e-2, "seed": 0, **one}) for one in _VARIATIONS]
+    return tried + [trial for length in _LENGTHS.items() for trial in due(_contenders(FULL, *length), rows, size)]
 
 
 def _found(rows: Sequence[Row]) -> dict[int, dict[str, Outcome]]:
@@ -76,7 +95,7 @@ def _log(rows: Sequence[Row]) -> str:
     for row in rows:
         trial, settings = row["trial"], dict(row["trial"]["settings"])
         lengths = [str(settings.pop(name, "")) for name in ("steps", "batch")]
-        for name in ("warmup_steps", "eval_every", "eval_examples"):
+        for name in ("eval_every", "eval_examples", "compile"):
             settings.pop(name, None)
         words = ", ".join(
             f"{name} {value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items()
