@@ -63,9 +63,9 @@ def share_of_strongest(coefficients_NE: Tensor, counts: Sequence[int]) -> list[f
 def shares_by_basis(chunks_NRC: Tensor, counts: Sequence[int]) -> dict[str, list[float]]:
     """`share_of_strongest` in every basis, for chunks of elements whose edges are powers of two.
 
-    ``fitted`` knows all these chunks. ``own SVD`` has a basis of its own for each chunk, which would have to be sent with
-    it: a bound, since k coefficients in any separable basis make a matrix of rank k at most, and none of that rank is
-    nearer than the SVD's."""
+    ``fitted`` knows all these chunks, and if they are few it fits their noise, too. ``own SVD`` has a basis of its own for
+    each chunk, which would have to be sent with it: a bound, since k coefficients in any separable basis make a matrix of
+    rank k at most, and none of that rank is nearer than the SVD's."""
     chunks_NRC = chunks_NRC.to("cpu", torch.float64)
     num_rows, num_cols = chunks_NRC.shape[1:]
     pairs = {name: (basis(num_rows), basis(num_cols)) for name, basis in FIXED.items()}

@@ -71,8 +71,8 @@ class EnergyProbe:
         for kind in KINDS:
             pairs = zip(self._samples, momenta, strict=True)
             chunks = [one for sample, one in pairs if sample.kind == kind and isinstance(one, Tensor)]
-            if not chunks:
-                continue
+            if not chunks or not all(bool(one.isfinite().all()) for one in chunks):
+                continue  # a training that has failed is found out later, when it is scored
             for basis, shares in shares_by_basis(torch.cat(chunks), COUNTS).items():
                 rounded = [round(share, 5) for share in shares]
                 self.found.append({"step": self._step, "of": of, "kind": kind, "basis": basis, "shares": rounded})
@@ -216,14 +216,14 @@ def _draw_over_training(rows: Sequence[Row], path: Path) -> None:
     page.save(path)
 
 
-def _draw_over_counts(rows: Sequence[Row], path: Path) -> None:
+def _draw_over_counts(rows: Sequence[Row], of: str, path: Path) -> None:
     by_count, page = {count: _cases(rows, count) for count in COUNTS}, Page(len(KINDS))
     update = next(iter(DEMO_RULES[FULL]))
     for axes, kind in zip(page.panels, KINDS, strict=True):
         for index, basis in enumerate(BASES):
             points = []
             for count, cases in by_count.items():
-                mine = [100 * shares[basis] for case, shares in cases.items() if case[:3] == (SELECTED, update, kind)]
+                mine = [100 * shares[basis] for case, shares in cases.items() if case[:3] == (of, update, kind)]
                 points += [(count, _mean(mine))] if mine else []
             if points:
                 line(axes, points, basis, index)
@@ -258,13 +258,16 @@ def _draw_toy(path: Path) -> None:
 def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
     if not rows:
         return {}
-    _draw_over_counts(rows, folder / "energy_counts.png")
+    _draw_over_counts(rows, GATHERED, folder / "energy_gathered.png")
+    _draw_over_counts(rows, SELECTED, folder / "energy_selected.png")
     _draw_over_training(rows, folder / "energy_training.png")
     _draw_toy(folder / "toy.png")
     return {
-        "energy_counts.png": "Energy of what is selected from in the strongest coefficients, mean over probes and seeds.",
-        "energy_training.png": "The same over the training. Fitted: one basis for a layer kind, known only afterwards. Own "
-        "SVD: a basis for each chunk, which would have to be sent; no separable basis holds more.",
+        "energy_gathered.png": "Energy of all gradients, decayed and summed, in their strongest coefficients, mean over "
+        "probes and seeds. Fitted: one basis for a layer kind, known only afterwards. Own SVD: a basis for each chunk, "
+        "which would have to be sent; no separable basis holds more.",
+        "energy_selected.png": "The same of what is selected from, which has lost what was sent before.",
+        "energy_training.png": "The latter over the training.",
         "toy.png": "A matrix whose error is a few steep waves (fast) and many shallow ones, below the noise (slow).",
     }
 

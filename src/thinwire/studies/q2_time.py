@@ -38,6 +38,7 @@ _MOST_CHUNKS = 8
 _OFTEN = 4
 # Of gradients; what is no gradient would need another scale.
 _DRAWN = ("sent", "kept", "often", "seldom", "never")
+_LEAST_RANGE = 0.2
 
 
 class Record(NamedTuple):
@@ -228,6 +229,8 @@ def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
                 if points:
                     line(axes, points, group, index)
             rule(axes, 0.0, "noise")
+            low, high = axes.get_ylim()
+            axes.set_ylim(min(low, -_LEAST_RANGE), max(high, _LEAST_RANGE))  # else noise would fill the panel
             logarithmic(axes, LAGS)
             title(axes, f"{kind}, {update} rule", "steps between", "likeness (cosine)")
             room_for_labels(axes)
