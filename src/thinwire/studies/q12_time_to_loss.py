@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thinwire.lab.losses import seconds_to
+from thinwire.lab.losses import Curve, seconds_to
 from thinwire.lab.table import loss_table
 from thinwire.studies.figure import Page, line, logarithmic, room_for_labels, title
 from thinwire.studies.labels import Named, label_ends
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 TARGETS = (2.0, 1.8)
 _TICKS = (100, 200, 500, 1000, 2000, 5000, 10_000)
 _READING = (
-    "Two hosts with a CPU core each, joined by real sockets over links of the stated rate and round trip (`unshaped`: the "
-    "machine's own, some 26 Gbit/s). Seconds are steps to the loss, at the learning rate that gets there first, times the "
-    "lab's median seconds of a step on the link. A synchronous method's steps do not depend on its link, so they come from "
-    "training two replicas on a GPU, 400 steps, two seeds; no run was trained to its end on a shaped link. A "
-    "link of 10 Gbit/s, more than two hosts to a loss, and steps on GPUs are not measured."
+    "Two hosts with a CPU core each, joined by real sockets over links of the stated rate and round trip (`unshaped`:"
+    " the machine's own, some 26 Gbit/s). Seconds are steps to the loss, at the learning rate that gets there first, "
+    "times the lab's median seconds of a step on the link. A synchronous method's steps do not depend on its link, so"
+    " they come from training two replicas on a GPU; no run was trained to its end on a shaped link. A link of 10 "
+    "Gbit/s, more than two hosts to a loss, and steps on GPUs are not measured."
 )
 
 
@@ -42,13 +42,15 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         best = {name: one.curve for name, one in curves(results, target).items()}
         known = {name: curve for name, curve in best.items() if curve.steps_to(target) is not None}
         never = f"Not within the steps of the curves: {', '.join(name for name in best if name not in known) or 'none'}."
-        parts += [
-            f"**Seconds to a validation loss of {target:g}**",
-            loss_table(list(measured.values()), known, target),
-            never,
-        ]
+        steps = f"Steps to it (learning rate; seeds): {', '.join(_steps(known[name], target) for name in known)}."
+        parts += [f"**Seconds to a validation loss of {target:g}**", loss_table(list(measured.values()), known, target)]
+        parts += [f"{steps} {never}"]
         claims += _claims(times(results, target), target)
     return Finding("\n\n".join(parts), claims)
+
+
+def _steps(curve: Curve, target: float) -> str:
+    return f"{curve.method} {curve.steps_to(target):.0f} ({curve.lr:g}; {len(curve.ends)})"
 
 
 def _claims(found: dict[tuple[str, str], float], target: float) -> list[Claim]:

@@ -38,11 +38,11 @@ _NEEDS = {
 }
 _READING = (
     "No exchange is gossip: replicas that train together all take the same step. None is an all-reduce of gradients "
-    "either, but inside islands: payloads are gathered, and everyone adds them up by itself in the same order, or owners do "
-    "for all. Received bytes are those of `optimizer.traffic` in a step of two layers of 1,024 x 1,024, per rank, from other "
-    "replicas or other islands: gloo processes up to 8 ranks, threads of one process for more; islands of 2 ranks, and of 8 "
-    "among 64. An elastic transport moves what its exchange does, and was not measured apart. What it all means is told in "
-    "`docs/decentralised.md`."
+    "either, but inside islands: payloads are gathered, and everyone adds them up by itself in the same order, or "
+    "owners do for all. Received bytes are those of `optimizer.traffic` in a step of two layers of 1,024 x 1,024, per"
+    " rank, from other replicas or other islands: gloo processes up to 8 ranks, threads of one process for more; "
+    "islands of 2 ranks, and of 8 among 64. An elastic transport moves what its exchange does, and was not measured "
+    "apart. What it all means is told in `docs/decentralised.md`."
 )
 
 
