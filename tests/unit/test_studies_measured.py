@@ -131,6 +131,7 @@ def test_overlap_lies_between_its_bounds() -> None:
 
 def test_an_all_gather_that_receives_more_is_found(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (RESULTS / "received_bytes/2026-11-16_cpu/rows.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["ranks"] <= 64]
     rows[0]["received"] += 1
     store(tmp_path, "received_bytes", rows)
     assert [claim.holds for claim in q16_decentralised.STUDY.find([], tmp_path).claims] == [False, True, True, True]
@@ -194,7 +195,7 @@ def test_names_do_not_cover_each_other(seed: int) -> None:
 
 def test_the_page_of_studies_is_true() -> None:
     text = (ROOT / "docs" / "studies.md").read_text()
-    listed = re.findall(r"^\| (q\d+) \|", text, re.MULTILINE)
+    listed = re.findall(r"^\| (\w+) \|", text, re.MULTILINE)
     assert set(STUDIES) <= set(listed)
     (block,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     for line in block.splitlines():
