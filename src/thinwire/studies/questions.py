@@ -1,6 +1,14 @@
 """All studies, in the order of their names."""
 
-from thinwire.studies import q3_residual
+from thinwire.studies import (
+    q3_residual,
+    q4_why_k,
+    q5_choice_of_k,
+    q6_weight_decay,
+    q7_bytes,
+    q17_values,
+)
 from thinwire.studies.study import Study
 
-STUDIES: dict[str, Study] = {module.STUDY.name: module.STUDY for module in (q3_residual,)}
+_MODULES = (q3_residual, q4_why_k, q5_choice_of_k, q6_weight_decay, q7_bytes, q17_values)
+STUDIES: dict[str, Study] = {module.STUDY.name: module.STUDY for module in _MODULES}
