@@ -1,7 +1,6 @@
 """What a trial's replicas would send, from shapes alone: nothing is trained, and no weight takes memory."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 
 from thinwire.exchange.plan import ExchangePlan, TensorSpec, make_plan
@@ -14,16 +13,14 @@ from thinwire.training.shapes import build_on_meta, specs_of
 
 @cache
 def _tensors(model: ModelConfig, data: DataConfig) -> tuple[TensorSpec, ...]:
-    # Matrices are a group of their own, since they alone are decayed.
-    specs = specs_of(build_on_meta(TrainConfig(model=model, data=data)))
-    return tuple(replace(spec, group=int(len(spec.shape) < 2)) for spec in specs)
+    return tuple(specs_of(build_on_meta(TrainConfig(model=model, data=data))))
 
 
 def plan_of(trial: Trial) -> ExchangePlan:
-    """The plan of a training with DeMo, the same as its optimizer makes."""
+    """The plan of a training with DeMo, with the bytes of its optimizer's."""
     config = trial.config
     coding = coding_of({**vars(config.optim), "layout": "adaptive", "dense_below": DEFAULT_DENSE_BELOW})
-    return make_plan(_tensors(config.model, config.data), [coding, coding])
+    return make_plan(_tensors(config.model, config.data), [coding])
 
 
 def topk_for_bytes(num_bytes: int, trial_with: Callable[[int], Trial], most: int) -> int:
