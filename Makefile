@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # bfloat16 matrix products stop with SIGILL on some CPUs unless oneDNN is kept from their newest instructions.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: help quickstart test test-gpu lint format bench wire clean
+.PHONY: help quickstart test test-gpu lint format bench studies-small wire clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -43,6 +43,9 @@ format: $(STAMP)  ## format the code
 
 bench: $(STAMP)  ## CPU step time and memory beside pytorch-optimizer's DeMo; rows under results/
 	$(BIN)/python benchmarks/cpu_step.py
+
+studies-small: $(STAMP)  ## run all studies in their small size, some 20 minutes on two cores; rows under results/
+	$(BIN)/thinwire study run all --size small --at-once 2
 
 wire: $(STAMP)  ## bits per coefficient on the wire
 	$(BIN)/python -m thinwire.wire

@@ -9,6 +9,7 @@ The bytes are those of `optimizer.traffic` in the second step, from other replic
 import argparse
 import json
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 from thinwire import DeMo
 from thinwire.bench.environment import environment
 from thinwire.exchange.loopback import run_replicas
+from thinwire.local_step import LocalStep
 
 EXCHANGES = ("all_gather", "owner", "hierarchical")
 WIDTH, LAYERS = 1024, 2
@@ -61,8 +63,19 @@ def in_processes(exchange: str, num_ranks: int) -> list[dict[str, Any]]:
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
+def few_at_once() -> None:
+    """Let few threads decode at the same time: what all have to decode together would not fit into memory."""
+    turns, apply_ = threading.Semaphore(4), LocalStep.apply_
+
+    def in_turns(*arguments: Any) -> None:
+        with turns:
+            apply_(*arguments)
+
+    LocalStep.apply_ = in_turns  # type: ignore[method-assign]
+
+
 def in_threads(exchange: str, num_ranks: int) -> list[dict[str, Any]]:
-    return run_replicas(lambda end: measure(exchange, num_ranks, end.replica, transport=end), num_ranks, 600.0)
+    return run_replicas(lambda end: measure(exchange, num_ranks, end.replica, transport=end), num_ranks, 1800.0)
 
 
 def row_of(kind: str, found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -109,6 +122,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="*", default=[64, 256])
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    few_at_once()
     rows = []
     for kind, numbers, run in (("gloo", arguments.processes, in_processes), ("loopback", arguments.threads, in_threads)):
         for num_ranks in numbers:

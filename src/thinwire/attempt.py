@@ -121,7 +121,7 @@ class Attempt:
         self._local.set_verdict_(Verdict.FINE)
         with self.taken_back_on_error():
             for (bucket, encoding), header in zip(self._buckets, self.said, strict=True):
-                self._route.turn_(bucket, encoding, header)
+                self._route.turn_(bucket, encoding, header, self._groups)
             with self._traffic.waiting():
                 for _, encoding in self._buckets:
                     encoding.wait()
@@ -159,7 +159,7 @@ class Attempt:
                 open_(encoding.payload_B, header)
                 self._send(bucket, encoding, header)
             for (bucket, encoding), header in zip(self._buckets, headers, strict=True):
-                self._route.turn_(bucket, encoding, header)
+                self._route.turn_(bucket, encoding, header, self._groups)
             for _, encoding in self._buckets:
                 encoding.wait()
         except ThinwireError as error:
@@ -323,7 +323,7 @@ def announce_plan(
         open_(room.payload_B, own)
         old_route.start_(bucket, room, own)
     for bucket, room, own in buckets:
-        old_route.turn_(bucket, room, own)
+        old_route.turn_(bucket, room, own, ())
     headers = []
     for bucket, room, own in buckets:
         with traffic.waiting():

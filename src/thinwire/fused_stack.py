@@ -23,8 +23,8 @@ from thinwire.torch_stack import change_whole_, change_wholes_
 from thinwire.wire.payload import Trouble, Verdict
 
 _MOST_MAPS = 8
-# Rules on whole matrices change so many elements together, or the largest tensor alone: many small matrices, each with its
-# own dozens of launches, would leave a GPU waiting.
+# Rules on whole matrices change so many elements together, and larger tensors alone: many small matrices, each with its own
+# dozens of launches, would leave a GPU waiting.
 _ELEMENTS_TOGETHER = 1 << 23
 
 
@@ -148,7 +148,7 @@ class FusedStack:
         places, run, filled = {}, 0, 0
         for entry in self._stack.entries:
             size = _aligned(self._tensors[entry.tensor].parameter.numel())
-            if filled and filled + size > self._room:
+            if filled and filled + size > _ELEMENTS_TOGETHER:
                 run, filled = run + 1, 0
             places[entry.tensor] = (run, filled)
             filled += size
@@ -156,9 +156,8 @@ class FusedStack:
 
     @cached_property
     def _room(self) -> int:
-        """How many elements are changed together at most."""
-        sizes = [_aligned(self._tensors[entry.tensor].parameter.numel()) for entry in self._stack.entries]
-        return max(max(sizes), min(sum(sizes), _ELEMENTS_TOGETHER))
+        """Elements of the longest run."""
+        return max(first + self._tensors[tensor].parameter.numel() for tensor, (_, first) in self._places.items())
 
     def _runs(self, entries: list[Entry]) -> list[list[Entry]]:
         """Those of a table that are changed together."""

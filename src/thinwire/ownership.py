@@ -1,7 +1,8 @@
 """What an owner does in an owner exchange: it combines everyone's coefficients of its chunks and answers with the strongest.
 
 What it does not send, and what quantising takes from it, stays in the owner's *residual* and is added to what comes next:
-nothing is lost between those who send, the owner, and those who receive. Letters: C chunks, E elements, K kept, S senders.
+nothing is lost between those who send, the owner, and those who receive. The residual is momentum, like a sender's, and
+decays as it does. Letters: C chunks, E elements, K kept, S senders.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,13 +74,13 @@ class OwnedStack:
         self._num_chunks = sum(map(len, residuals))
         self._after_CE: Tensor | None = None
 
-    def answer_(self, slices_SB: Tensor, decoding: Decoding, answer_B: Tensor) -> None:
+    def answer_(self, slices_SB: Tensor, decoding: Decoding, decay: float, answer_B: Tensor) -> None:
         """Combine the slices of all that count, and write the strongest into the answer; `commit_` or `drop` follows."""
         if not self._num_chunks:
             return
         records_SCB = stack_records(slices_SB, self._run)
         answers_CB = stack_records(answer_B, self._answer_run)
-        after_CE = torch.cat(list(self._residuals))
+        after_CE = torch.cat(list(self._residuals)).mul_(decay)
         at_once = max(1, (_ELEMENTS_AT_ONCE_ON_GPU if after_CE.is_cuda else _ELEMENTS_AT_ONCE) // after_CE.shape[1])
         factors = self._clip_factors(records_SCB, at_once) if decoding.clips_values(self._run.codec.value_name) else None
         for first in range(0, self._num_chunks, at_once):

@@ -50,9 +50,9 @@ class Route(Protocol):
         """Begin to send the payload that is in the room, but for its checksum."""
         ...
 
-    def turn_(self, bucket: Bucket, room: Encoding, header: Header) -> None:
+    def turn_(self, bucket: Bucket, room: Encoding, header: Header, groups: Sequence[GroupStep]) -> None:
         """Do what is to be done half-way, with this replica's header, if that has not been done: the same on all replicas
-        before the first wait for what all have alike."""
+        before the first wait for what all have alike. A replica that gives up needs no groups."""
         ...
 
     def apply_(
@@ -93,7 +93,7 @@ class Gather:
         self._traffic.add(bytes_on_wire(self._transport, bucket.payload_bytes), self._transport.num_replicas)
         room.pending.append(self._transport.start_all_gather_(room.payloads_RB, name_of(header)))
 
-    def turn_(self, bucket: Bucket, room: Encoding, header: Header) -> None:
+    def turn_(self, bucket: Bucket, room: Encoding, header: Header, groups: Sequence[GroupStep]) -> None:
         """See `Route`."""
 
     def apply_(
@@ -199,7 +199,7 @@ class Owners:
         self._traffic.add_rows(bytes_on_wire(self._transport, room.sent_RB.shape[1]), self._num_owners)
         room.pending.append(self._transport.start_all_to_all_(room.sent_RB, room.received_RB, name_of(header)))
 
-    def turn_(self, bucket: Bucket, room: Encoding, header: Header) -> None:
+    def turn_(self, bucket: Bucket, room: Encoding, header: Header, groups: Sequence[GroupStep]) -> None:
         """Combine what has come for this owner, and answer. See `Route`."""
         assert isinstance(room, OwnerRoom)
         if room.has_answered:
@@ -212,8 +212,8 @@ class Owners:
             open_(answer_B, header)
             if not header.gave_up and not header.trouble.problem:
                 clear_(answer_B, self._forms[bucket.index][self._owner])
-                for owned in self._owned[bucket.index]:
-                    owned.answer_(room.received_RB[senders], self._decoding, answer_B)
+                for stack, owned in zip(bucket.stacks, self._owned[bucket.index], strict=True):
+                    owned.answer_(room.received_RB[senders], self._decoding, groups[stack.group].decay, answer_B)
             seal_(answer_B, fused=False)
         self._traffic.add(bytes_on_wire(self._transport, len(answer_B)), self._num_owners)
         room.pending.append(self._transport.start_all_gather_(room.payloads_RB, f"{name_of(header)}, answers"))

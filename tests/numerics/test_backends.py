@@ -184,6 +184,20 @@ def test_payloads_are_applied(rule: str, values: str, combine: str, device: torc
     compare_applied(plan, parameters, torch.stack(everyone), rule, combine)
 
 
+@pytest.mark.parametrize("together", [1, 1200, 1 << 23])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_of_one_shape_change_together_as_each_alone(
+    together: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.fused_stack._ELEMENTS_TOGETHER", together)
+    shapes: Shapes = [(32, 16), (20, 25), (32, 16), (3, 32, 16), (25, 20), (7, 13), (32, 16), (13, 7)]
+    plan = plan_for(shapes, dtype, values="float32", dense_below=8)
+    parameters = parameters_for(shapes, device, dtype)
+    everyone = [encoded(plan, "torch", parameters, momenta_for(plan, device), group_step())[0] for _ in range(2)]
+    rounding = 2**-7 if dtype == torch.bfloat16 else 0.0
+    compare_applied(plan, parameters, torch.stack(everyone), "muon", "mean_over_replicas", rounding)
+
+
 @pytest.mark.parametrize(
     ("chunk", "topk", "num_replicas"), [(64, 32, 2), (64, 64, 20), (128, 40, 3), (16, 256, 2), (16, 100, 300)]
 )

@@ -59,6 +59,7 @@ def real(config: TrainConfig, num_replicas: int) -> dict[str, Tensor]:
         {"update": "sign", "topk": 8, "values": "float32", "combine": "mean_over_replicas", "weight_decay": 0.1},
         {"update": "adamw", "lr": 1e-3},
         {"update": "lion", "lr": 1e-3, "delay": 1},
+        {"rest_update": "adamw", "rest_lr": 2e-3, "weight_decay": 0.1},
         {"exchange": "owner"},
         {"exchange": "owner", "owner_topk": 5, "update": "sign", "values": "int8", "combine": "majority_vote"},
         {"optimizer": "published"},
@@ -141,6 +142,18 @@ def test_the_weather_is_as_foretold() -> None:
         Weather(absent=1.5)
 
 
+def test_what_is_no_hidden_matrix_may_have_a_rule_of_its_own() -> None:
+    simulation = Simulation(configured(rest_update="adamw", rest_lr=2e-3, weight_decay=0.1), 2, CPU)
+    groups = simulation.method.optimizer.param_groups  # type: ignore[union-attr]
+    found = {name: (group["update"], group["weight_decay"]) for group in groups for name in group["param_names"]}
+    assert found["model.embed_tokens.weight"] == ("adamw", 0.1)
+    assert found["model.norm.weight"] == ("adamw", 0.0)
+    assert found["model.layers.0.self_attn.q_proj.weight"] == ("muon", 0.1)
+    simulation.take_step()
+    rates = {group["update"]: group["lr"] for group in groups}
+    assert rates == {"muon": pytest.approx(4e-2 / 2), "adamw": pytest.approx(2e-3 / 2)}
+
+
 def test_watchers_may_change_what_is_kept() -> None:
     simulation = Simulation(configured(), 2, CPU)
     seen: list[int] = []
@@ -155,6 +168,20 @@ def test_watchers_may_change_what_is_kept() -> None:
     assert not any(t.momentum_CE.any() for one in simulation.method.replicas for t in one.tensors)  # type: ignore[union-attr]
 
 
+def test_replicas_may_have_parts_of_the_data_of_their_own() -> None:
+    simulation = Simulation(configured(), 4, CPU, apart=True)
+    part = len(simulation._train) // 4
+    seen = []
+    for _ in range(5):
+        seen.append(simulation._indices().reshape(4, 2))
+        simulation.step += 1
+    for replica in range(4):
+        mine = np.concatenate([step[replica] for step in seen])
+        assert np.all(mine // part == replica)
+        assert len(set(mine.tolist())) == 10
+    simulation.take_step()
+
+
 def test_peers_are_refused_in_words() -> None:
     with pytest.raises(TrainingError, match="topk is not simulated: use thinwire train"):
         Simulation(configured(optimizer="topk"), 2, CPU)
@@ -167,13 +194,14 @@ def test_a_batch_that_replicas_cannot_share_is_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize(("batched", "compile_"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("exchange", ["all_gather", "owner"])
-def test_a_simulation_on_a_gpu_comes_to_what_one_on_a_cpu_does(batched: bool, exchange: str) -> None:
+def test_a_simulation_on_a_gpu_comes_to_what_one_on_a_cpu_does(batched: bool, compile_: bool, exchange: str) -> None:
     """Graphs and kernels included; only rounding may differ, which selects other coefficients here and there."""
     config = configured(update="sgd", values="float32", lr=1e-2, clip=0.5, exchange=exchange, topk=64, weight_decay=0.1)
     before = Simulation(config, 4, CPU)
-    moved = [Simulation(config, 4, CPU), Simulation(config, 4, torch.device("cuda"), batched=batched)]
+    compiled = override(config, {"compile": compile_}, "test")
+    moved = [Simulation(config, 4, CPU), Simulation(compiled, 4, torch.device("cuda"), batched=batched)]
     for simulation in moved:
         for _ in range(STEPS):
             simulation.take_step()

@@ -132,11 +132,11 @@ def exchange(
     return combined
 
 
-def answer(combined: list[Tensor], residuals: list[Tensor], num_kept: int, codec: str) -> list[Tensor]:
+def answer(combined: list[Tensor], residuals: list[Tensor], decay: float, num_kept: int, codec: str) -> list[Tensor]:
     """In an owner exchange, what all get of the combined coefficients of every chunk: its owner adds them to what it has
     left, and sends the strongest, as a replica does with its momentum."""
     for residual, chunk in zip(residuals, combined, strict=True):
-        residual += chunk
+        residual.mul_(decay).add_(chunk)
     answers = [torch.zeros_like(chunk) for chunk in combined]
     for result, message in zip(answers, send(residuals, num_kept, codec, 1.0), strict=True):
         for index, value in message.items():
@@ -201,10 +201,10 @@ class Oracle:
             bool(o.get("clips", False)),
         )
         if "owner_kept" in o:
-            chunks = [(left + new).view(-1).tolist() for left, new in zip(self.residuals, combined, strict=True)]
+            chunks = [(decay * left + new).view(-1).tolist() for left, new in zip(self.residuals, combined, strict=True)]
             kept = int(o["owner_kept"])  # type: ignore[call-overload]
             self.closest_call = min([self.closest_call, *(closeness(chunk, kept) or 1.0 for chunk in chunks)])
-            combined = answer(combined, self.residuals, kept, str(o.get("values", "float32")))
+            combined = answer(combined, self.residuals, decay, kept, str(o.get("values", "float32")))
         shape = (self.parameter.shape[0], self.parameter.shape[1], self.parameter.shape[2])
         d = from_chunks(combined, shape, self.edges, transform)
         update(self.parameter, d, self.state, str(o.get("rule", "sign")), lr, self.step_count)

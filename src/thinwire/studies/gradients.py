@@ -53,7 +53,9 @@ class Looped:
     """A forward and a backward pass per replica."""
 
     def __init__(self, model: nn.Module, config: TrainConfig, num_replicas: int) -> None:
-        self._model, self._config, self._num_replicas = model, config, num_replicas
+        self._config, self._num_replicas = config, num_replicas
+        compiled: Any = torch.compile(model) if config.model.compile else model
+        self._model: nn.Module = compiled
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._device = self._parameters[0].device
         self._replay: Replay | None = None

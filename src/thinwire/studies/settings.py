@@ -23,6 +23,7 @@ _TINY: dict[str, Any] = {
 }
 # The pilot's: 26 million parameters, 500 steps of 128 sequences.
 _PILOT: dict[str, Any] = {"steps": 500, "batch": 128, "warmup_steps": 50, "eval_every": 100, "eval_examples": 512}
+_PILOT |= {"compile": True}
 
 
 @dataclass(frozen=True)

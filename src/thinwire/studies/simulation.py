@@ -50,7 +50,8 @@ Watcher = Callable[[int, LocalStep], None]
 
 
 class Simulation:
-    """A training. ``batched`` says how gradients are computed; None takes what is faster where both give the same."""
+    """A training. ``apart`` gives each replica a part of the data of its own, from one end to the other, instead of a share
+    of every pass. ``batched`` says how gradients are computed; None takes what is faster where both give the same."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class Simulation:
         num_replicas: int,
         device: torch.device,
         weather: Weather = _CALM,
+        apart: bool = False,
         batched: bool | None = None,
         data: Data | None = None,
     ) -> None:
@@ -67,7 +69,9 @@ class Simulation:
         self._train, self._validation = OnDevice(self._data.train, device), self._data.validation
         seed_everything(config.run.seed)
         self.model = build_model(config, sizes_of(self._data)).to(device).train()
-        self._order = Order(len(self._train), config.schedule.batch, 0, 1, config.run.seed)
+        self._num_parts = num_replicas if apart else 1
+        sizes = (len(self._train) // self._num_parts, config.schedule.batch // self._num_parts)
+        self._order = Order(*sizes, 0, 1, config.run.seed)
         self.step = 0
         is_decoupled = config.optim.optimizer in DECOUPLED_OPTIMIZERS
         num_passes = num_replicas if is_decoupled else 1
@@ -83,10 +87,14 @@ class Simulation:
     @torch.no_grad()
     def take_step(self) -> None:
         """One step of all replicas."""
-        position = self.step * self._config.schedule.batch
-        self.gradients.start_(self._train.fetch(self._order.indices(position)))
+        self.gradients.start_(self._train.fetch(self._indices()))
         self.method.take_step(self.gradients, self.step, lr_share(self._config.schedule, self.step))
         self.step += 1
+
+    def _indices(self) -> "np.ndarray[Any, Any]":
+        """Of the examples of this step, in the replicas' order."""
+        mine = self._order.indices(self.step * self._order.batch)
+        return np.concatenate([mine + part * self._order.num_examples for part in range(self._num_parts)])
 
     def score(self) -> Score:
         """Of the parameters as they are, with nothing under way."""
@@ -216,12 +224,8 @@ class VirtualOwner:
     def apply_(self, sent: Sent, decoding: Decoding) -> None:
         """Combine, answer, and apply the answer."""
         clear_(self._answer_B, self._bucket)
-        import os
-
-        for group, owned in zip((st.group for st in self._bucket.stacks), self.owned, strict=True):
-            if not os.environ.get("NO_OWNER_DECAY"):
-                owned._residuals[0].mul_(sent.groups[group].decay)
-            owned.answer_(sent.payloads_RB, decoding, self._answer_B)
+        for stack, owned in zip(self._bucket.stacks, self.owned, strict=True):
+            owned.answer_(sent.payloads_RB, decoding, sent.groups[stack.group].decay, self._answer_B)
             owned.commit_()
         self._local.apply_(self._bucket, sent.groups, self._answer_B[None], for_answers(decoding))
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,9 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Trial:
-    """One training: a recipe for R replicas, and what differs from it (`thinwire.training.config`). ``kept`` is the share of
-    what was not sent that a replica keeps after each step; DeMo keeps all."""
+    """One training: a recipe for R replicas, and what differs from it (`thinwire.training.config`). ``absent`` and ``lost``
+    are as in `Weather`, ``apart`` as in `Simulation`. ``kept`` is the share of what was not sent that a replica keeps after
+    each step; DeMo keeps all."""
 
     recipe: str
     replicas: int
@@ -42,6 +43,7 @@ class Trial:
     absent: float = 0.0
     lost: float = 0.0
     kept: float = 1.0
+    apart: bool = False
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -62,7 +64,7 @@ class Trial:
         """The training, before its first step."""
         config = self.config
         weather = Weather(self.absent, self.lost, config.run.seed)
-        simulation = Simulation(config, self.replicas, device, weather, data=_data_of(config))
+        simulation = Simulation(config, self.replicas, device, weather, self.apart, data=_data_of(config))
         if self.kept != 1:
             if not isinstance(simulation.method, VirtualReplicas):
                 raise TrainingError(f"kept={self.kept} is for DeMo, not for optimizer={self.optimizer}")
@@ -123,7 +125,7 @@ class Rows:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._path = folder / "rows.jsonl"
-        self.rows: list[Row] = [json.loads(line) for line in self._lines()]
+        self.rows: list[Row] = [_with_defaults(json.loads(line)) for line in self._lines()]
 
     def _lines(self) -> list[str]:
         return self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
@@ -141,6 +143,12 @@ class Rows:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         self.rows.append(row)
+
+
+def _with_defaults(row: Row) -> Row:
+    """A row of a time when a trial had fewer fields."""
+    defaults = {one.name: one.default for one in fields(Trial) if one.default is not MISSING}
+    return {**row, "trial": {**defaults, **row["trial"]}} if "trial" in row else row
 
 
 def run_all(

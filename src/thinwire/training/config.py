@@ -119,6 +119,11 @@ class OptimConfig:
     """Largest norm of the gradient (the average's where DDP averages, else each replica's own); 0: no clipping."""
     update: Literal["sign", "sgd", "adamw", "lion", "muon"] = "sign"
     """DeMo: what the decoded direction does to the parameters."""
+    rest_update: Literal["", "sign", "adamw", "lion"] = ""
+    """DeMo: another rule for all but the matrices between input and output: embeddings, the output layer, norms and biases.
+    Empty: the same for all."""
+    rest_lr: float = 1e-3
+    """DeMo: with rest_update, the peak learning rate of these."""
     momentum_decay: float = 0.999
     """DeMo: decay of the momentum."""
     topk: int = 32
@@ -302,7 +307,7 @@ def check(config: TrainConfig, num_replicas: int) -> None:
         check_int(name, values[name], 0)
     for name in _FROM_ZERO_TO_ONE:
         check_float(name, values[name], 0.0, 1.0)
-    for name in ("lr", "weight_decay", "clip", "outer_lr"):
+    for name in ("lr", "rest_lr", "weight_decay", "clip", "outer_lr"):
         check_float(name, values[name], 0.0)
     check_float("timeout_seconds", values["timeout_seconds"], 1.0)
     check_float("meet_every_seconds", values["meet_every_seconds"], 0.0)
@@ -316,7 +321,7 @@ def check(config: TrainConfig, num_replicas: int) -> None:
                 raise ValueError(f"{name}={values[name]!r} is no part of the published algorithm; use optimizer=demo")
     if config.optim.overlap and config.optim.clip:
         raise ValueError(f"overlap sends gradients before their norm is known: clip={config.optim.clip} must be 0 with it")
-    for name in ("overlap", "delay", "look_ahead", "clip_to_median"):
+    for name in ("overlap", "delay", "look_ahead", "clip_to_median", "rest_update"):
         if values[name] and config.optim.optimizer != "demo":
             raise ValueError(f"{name} is an option of optimizer=demo, not of {config.optim.optimizer}")
     if config.optim.clip_to_median and config.optim.combine == "majority_vote":

@@ -107,7 +107,7 @@ class Decoupled:
         islands: dict[str, Any] | None = None,
     ) -> None:
         self.model = callable_model
-        groups = decay_groups(list(model.named_parameters()), config.weight_decay)
+        groups = _decoupled_groups(config, model)
         common: dict[str, Any] = {"momentum_decay": config.momentum_decay, "chunk": config.chunk, "topk": config.topk}
         link = link_of(transport)
         if config.optimizer == "published":
@@ -172,6 +172,16 @@ class Decoupled:
         state = next(iter(states)) if residual == "exact" else assemble(self.optimizer, states, residual)
         with own_settings(self.optimizer):
             self.optimizer.load_state_dict(state)
+
+
+def _decoupled_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    if not config.rest_update:
+        return decay_groups(named, config.weight_decay)
+    hidden, rest = split_hidden(model, named)
+    own = {"update": config.rest_update, "lr": config.rest_lr}
+    others = [{**group, **own} for group in decay_groups(rest, config.weight_decay)]
+    return [*decay_groups(hidden, config.weight_decay), *others]
 
 
 class Averaged:

@@ -6,7 +6,7 @@ from thinwire.training.config import TrainConfig, all_fields
 # The position in the data and the optimizer's state mean something else under other values of these.
 _FIXED_SECTIONS = ("model", "data")
 _FIXED = (
-    *("optimizer", "update", "chunk", "topk", "values", "batch", "seed"),
+    *("optimizer", "update", "rest_update", "chunk", "topk", "values", "batch", "seed"),
     *("rank", "dense_steps", "local_steps", "fragments"),
 )
 _FREE = ("compile", "activation_checkpointing", "workers", "pretrained")

@@ -1,0 +1,133 @@
+"""recipe: which settings of DeMo beat tuned AdamW at equal tokens, with at least 100 times fewer bytes sent?"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from thinwire.studies.figure import Page, dot, room_for_labels, title
+from thinwire.studies.settings import DENSE_RATES, Start, text_trial
+from thinwire.studies.study import FULL, SMALL, Claim, Finding, Study, table
+from thinwire.studies.trials import Row, Trial
+from thinwire.studies.tuning import Contender, Outcome, due, outcomes
+
+RECOMMENDED: dict[str, Any] = {"update": "muon", "topk": 64, "momentum_decay": 0.95, "combine": "mean_over_replicas"}
+_LEAST_RATIO = 100
+# What differs from the recommended settings, one thing at a time; each is tried with one seed, for 500 steps.
+_VARIATIONS: tuple[dict[str, Any], ...] = (
+    *({"lr": lr} for lr in (2e-2, 3e-2, 4e-2, 6e-2, 8e-2)),
+    *({"momentum_decay": decay} for decay in (0.8, 0.9, 0.98, 0.99)),
+    *({"combine": rule} for rule in ("mean_over_senders", "majority_vote")),
+    *({"values": values} for values in ("sign_scale", "int4", "int8", "float32")),
+    *({"chunk": chunk, "topk": chunk**2 // 64} for chunk in (16, 32, 128)),
+    *({"topk": topk} for topk in (16, 32, 128, 256)),
+    *({"weight_decay": decay} for decay in (0.01, 0.05, 0.1)),
+    *({"rest_update": rule, "rest_lr": lr} for rule in ("sign", "adamw") for lr in (1e-3, 3e-3, 1e-2)),
+    *({"warmup_steps": steps} for steps in (10, 100)),
+    *({"final_lr_share": share} for share in (0.0, 0.3)),
+    *({"schedule": name} for name in ("linear", "constant")),
+    *({"clip": clip} for clip in (0.0, 0.3)),
+    {"update": "lion", "lr": 1e-3},
+    {"update": "adamw", "lr": 1e-3},
+    {"update": "sign", "lr": 1e-3, "momentum_decay": 0.99},
+)
+# Steps, and sequences per step of all four replicas, of the pilot.
+_LENGTHS = {500: 128, 2000: 64, 5000: 64}
+_DEMO = {
+    SMALL: {"DeMo, recommended": Start(8e-2, RECOMMENDED)},
+    FULL: {
+        "DeMo, recommended": Start(4e-2, RECOMMENDED),
+        "DeMo, sign rule": Start(1e-3, {"update": "sign", "topk": 64, "momentum_decay": 0.99}),
+    },
+}
+
+
+def _contenders(size: str, steps: int, batch: int) -> list[Contender]:
+    length = {} if size == SMALL else {"steps": steps, "batch": batch, "warmup_steps": steps // 10, "eval_every": steps // 5}
+    found = [
+        Contender("AdamW", text_trial(size, "adamw", settings=length), DENSE_RATES[size]["adamw"]),
+        Contender("Muon, averaged in full", text_trial(size, "muon", settings=length), DENSE_RATES[size]["muon"]),
+    ]
+    for name, start in _DEMO[size].items():
+        found.append(Contender(name, text_trial(size, settings={**start.settings, **length}), start.rate))
+    return found
+
+
+def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
+    if size == SMALL:
+        return due(_contenders(SMALL, 0, 0), rows, size)
+    tried = [text_trial(FULL, settings={**RECOMMENDED, "lr": 4e-2, "seed": 0, **one}) for one in _VARIATIONS]
+    return tried + [trial for length in _LENGTHS.items() for trial in due(_contenders(FULL, *length), rows, size)]
+
+
+def _found(rows: Sequence[Row]) -> dict[int, dict[str, Outcome]]:
+    """By the number of steps; 0 stands for the small size's."""
+    found = {steps: outcomes(_contenders(FULL, steps, batch), rows) for steps, batch in _LENGTHS.items()}
+    return {steps: by_name for steps, by_name in {0: outcomes(_contenders(SMALL, 0, 0), rows), **found}.items() if by_name}
+
+
+def ratio(row: Row) -> float:
+    """How many times fewer bytes than gradients of 16 bits."""
+    return float(2 * row["parameters"] / row["sent_bytes"])
+
+
+def _find(rows: Sequence[Row], results: Path) -> Finding:
+    lines, claims = [], []
+    for steps, by_name in _found(rows).items():
+        length = f"{steps:,} steps" if steps else "small"
+        for name, one in by_name.items():
+            fewer = f"{ratio(one.rows[0]):.0f} x" if name.startswith("DeMo") else "1 x"
+            lines.append((length, name, one.words, fewer, f"{one.rate:g}", str(one.tries), str(len(one.losses))))
+        adamw, demo = by_name.get("AdamW"), by_name.get("DeMo, recommended")
+        if adamw is not None and demo is not None:
+            gap = demo.mean - adamw.mean
+            text = f"{length}: every seed of the recommended recipe ends below every seed of AdamW ({gap:+.3f})"
+            claims.append(Claim(text, max(demo.losses) < min(adamw.losses)))
+            fewer_text = f"{length}: it sends at least {_LEAST_RATIO} times fewer bytes ({ratio(demo.rows[0]):.0f} times)"
+            claims.append(Claim(fewer_text, ratio(demo.rows[0]) >= _LEAST_RATIO))
+    heads = ("length", "method", "loss", "fewer bytes", "learning rate", "rates tried", "seeds")
+    return Finding(f"{table(heads, lines)}\n\n## All that was tried\n\n{_log(rows)}", claims)
+
+
+def _log(rows: Sequence[Row]) -> str:
+    """Every training there is, and what it gave."""
+    lines = []
+    for row in rows:
+        trial, settings = row["trial"], dict(row["trial"]["settings"])
+        lengths = [str(settings.pop(name, "")) for name in ("steps", "batch")]
+        for name in ("eval_every", "eval_examples", "compile"):
+            settings.pop(name, None)
+        words = ", ".join(
+            f"{name} {value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items()
+        )
+        loss = "failed" if row["loss"] is None else f"{row['loss']:.3f}"
+        what = f"{trial['recipe']}, {trial['replicas']} replicas, {trial['optimizer']}"
+        lines.append((f"{what}: {words}", *lengths, loss))
+    lines.sort(key=lambda line: line[1:])
+    return table(("training", "steps", "batch", "loss"), lines)
+
+
+def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+    found = _found(rows)
+    if not found:
+        return {}
+    page = Page(len(found), width=4.6)
+    for axes, (steps, by_name) in zip(page.panels, found.items(), strict=True):
+        for index, (name, one) in enumerate(by_name.items()):
+            for seed, loss in enumerate(one.losses):
+                dot(axes, index, loss, name if seed == 0 else "", index)
+        axes.set_xticks([])
+        room_for_labels(axes, 0.8)
+        title(axes, f"{steps:,} steps" if steps else "small", "", "validation loss (nats per byte)")
+    page.save(folder / "recipe.png")
+    return {"recipe.png": "Last validation loss of every seed, each method at its best learning rate."}
+
+
+STUDY = Study(
+    "recipe",
+    "The recipe",
+    "Which settings of DeMo beat tuned AdamW at equal tokens, with at least 100 times fewer bytes sent?",
+    find=_find,
+    plan=_plan,
+    draw=_draw,
+)
