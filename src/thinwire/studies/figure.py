@@ -6,9 +6,13 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter
+from matplotlib.transforms import Bbox
 
 from thinwire.lab.figure import COLOURS, DASHES, MARKS, tidy
+
+_AT_END = "the name at a line's end"
 
 
 class Page:
@@ -22,7 +26,26 @@ class Page:
 
     def save(self, path: Path) -> None:
         """As a PNG."""
-        FigureCanvasAgg(self._figure).print_png(str(path))
+        canvas = FigureCanvasAgg(self._figure)
+        canvas.draw()  # before that, nobody knows where names stand
+        for axes in self.panels:
+            _part_names(axes)
+        canvas.print_png(str(path))
+
+
+def _part_names(axes: Axes) -> None:
+    """Lift names at the ends of lines that would stand on others, the lower ones first."""
+    names = [text for text in axes.texts if isinstance(text, Annotation) and text.get_gid() == _AT_END]
+    boxes: list[Bbox] = []
+    for name in sorted(names, key=lambda name: name.get_window_extent().y0):
+        box = name.get_window_extent()
+        lift = 0.0
+        for other in boxes:  # in the order of their height, so that one pass is enough
+            if other.x0 < box.x1 and box.x0 < other.x1 and other.y0 < box.y1 + lift and box.y0 + lift < other.y1:
+                lift = other.y1 - box.y0
+        boxes.append(box.translated(0.0, lift))
+        x, y = name.get_position()
+        name.set_position((x, y + lift * 72 / axes.figure.dpi))
 
 
 def title(axes: Axes, text: str, x: str, y: str) -> None:
@@ -48,7 +71,9 @@ def line(
     if spread is not None:
         lows, highs = zip(*spread, strict=True)
         axes.fill_between(xs, lows, highs, color=colour, alpha=0.12, linewidth=0)
-    axes.annotate(label, (xs[-1], ys[-1]), xytext=(5, 0), textcoords="offset points", fontsize=8, color=colour, va="center")
+    end = (xs[-1], ys[-1])
+    name = axes.annotate(label, end, xytext=(5, 0), textcoords="offset points", fontsize=8, color=colour, va="center")
+    name.set_gid(_AT_END)
 
 
 def dot(axes: Axes, x: float, y: float, label: str, index: int) -> None:
@@ -58,10 +83,10 @@ def dot(axes: Axes, x: float, y: float, label: str, index: int) -> None:
     axes.annotate(label, (x, y), xytext=(6, 0), textcoords="offset points", fontsize=8, color=colour, va="center")
 
 
-def rule(axes: Axes, y: float, label: str) -> None:
-    """A level to compare with."""
+def rule(axes: Axes, y: float, label: str, at: float = 0.01) -> None:
+    """A level to compare with; its name stands at this share of the width, so that those of near levels can stand apart."""
     axes.axhline(y, color="#777777", linewidth=0.9, linestyle=(0, (2, 2)))
-    axes.annotate(label, (0.01, y), xycoords=("axes fraction", "data"), fontsize=8, color="#555555", va="bottom")
+    axes.annotate(label, (at, y), xycoords=("axes fraction", "data"), fontsize=8, color="#555555", va="bottom")
 
 
 def logarithmic(axes: Axes, ticks: Sequence[float], unit: str = "") -> None:

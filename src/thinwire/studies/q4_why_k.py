@@ -1,0 +1,215 @@
+"""q4: why can a larger k beat AdamW, if everything sent is only Signum? From one coefficient of a chunk to all of them."""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.local_step import LocalStep
+from thinwire.studies.figure import Page, line, logarithmic, room_for_labels, rule, title
+from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, text_trial
+from thinwire.studies.simulation import VirtualReplicas
+from thinwire.studies.study import FULL, SIZES, Claim, Finding, Study, table
+from thinwire.studies.trials import Row, Trial, train
+from thinwire.studies.tuning import SEEDS, Contender, Outcome, due, outcomes
+
+ALL = 64 * 64
+TOPKS = {"sign": (1, 4, 16, 32, 64, 256, 1024, ALL), "muon": (16, 64, 256)}
+ADAMW, SGD, MUON = "dense AdamW", "dense SGD", "dense Muon"
+# Lion with equal decays is Signum. DeMo's decay first, then the usual one.
+SIGNUM = {f"dense Signum, decay {decay}": decay for decay in (0.99, 0.9)}
+_SIGNUM_RATES = {"small": 2e-3, "full": 2.5e-4}
+# Where most of the momentum is sent at once, its direction is that of few gradients, and smaller steps are better.
+_LARGE_TOPK, _LEAST_SHARE = 64, 0.25
+
+
+@dataclass(frozen=True)
+class MemoryTrial(Trial):
+    """A training that also measures how much of the past a replica remembers: the root mean square of its residual momentum,
+    divided by that of its gradients. Matrices of the first replica, in the second half of the training."""
+
+    def run(self, device: torch.device) -> Row:
+        """Train, and return what was measured."""
+        simulation = self.build(device)
+        memory, first = Memory(), self.config.schedule.steps // 2
+        if isinstance(simulation.method, VirtualReplicas):
+            simulation.method.watchers.append(lambda replica, local: memory.see(replica, local, simulation.step >= first))
+        return {**train(self, simulation), "memory": memory.in_gradients}
+
+    def made_up(self, chance: random.Random) -> Row:
+        """See `Trial`."""
+        return {"memory": chance.uniform(0.5, 7.0) if self.optimizer == "demo" else None}
+
+
+class Memory:
+    """The sums that a `MemoryTrial` divides; they stay on the device, which nobody waits for."""
+
+    def __init__(self) -> None:
+        self._kept: Tensor | float = 0.0
+        self._gradients: Tensor | float = 0.0
+
+    def see(self, replica: int, local: LocalStep, counts: bool) -> None:
+        """What a replica has kept after it has sent."""
+        if replica or not counts:
+            return
+        for tensor in local.tensors:
+            if tensor.parameter.dim() >= 2 and tensor.gradient is not None:
+                self._kept = self._kept + tensor.momentum_CE.float().square().sum()
+                self._gradients = self._gradients + tensor.gradient.float().square().sum()
+
+    @property
+    def in_gradients(self) -> float | None:
+        """The residual's size in gradients; None if there was none."""
+        gradients = float(self._gradients)
+        return round((float(self._kept) / gradients) ** 0.5, 4) if gradients else None
+
+
+def seeds_of(size: str) -> Sequence[int]:
+    """Two of them, since there are many contenders; one where there is time for little."""
+    return SEEDS[:2] if size == FULL else SEEDS[:1]
+
+
+def name_of(update: str, topk: int) -> str:
+    """A contender's."""
+    return f"{update} rule, k = {'all' if topk == ALL else topk}"
+
+
+def contenders(size: str) -> list[Contender]:
+    """DeMo with both rules, then what averages gradients in full."""
+    found = []
+    for update, start in DEMO_RULES[size].items():
+        for topk in TOPKS[update]:
+            share = max(_LEAST_SHARE, min(1.0, (_LARGE_TOPK / topk) ** 0.5))
+            trial = _measured(size, "demo", {**start.settings, "topk": topk})
+            found.append(Contender(name_of(update, topk), trial, start.rate * share))
+    for name, decay in SIGNUM.items():
+        trial = _measured(size, "lion", {"beta1": decay, "beta2": decay})
+        found.append(Contender(name, trial, _SIGNUM_RATES[size]))
+    for name, optimizer in ((SGD, "sgd"), (ADAMW, "adamw"), (MUON, "muon")):
+        found.append(Contender(name, _measured(size, optimizer, {}), DENSE_RATES[size][optimizer]))
+    return found
+
+
+def _measured(size: str, optimizer: str, settings: dict[str, Any]) -> Trial:
+    return MemoryTrial(**vars(text_trial(size, optimizer, settings=settings)))
+
+
+def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
+    return due(contenders(size), rows, size, seeds_of(size))
+
+
+def _outcomes(rows: Sequence[Row]) -> dict[str, Outcome]:
+    return outcomes([one for size in SIZES for one in contenders(size)], rows)
+
+
+def of_rule(found: dict[str, Outcome], update: str) -> dict[int, Outcome]:
+    """What came of one rule, by k."""
+    return {topk: found[name_of(update, topk)] for topk in TOPKS[update] if name_of(update, topk) in found}
+
+
+def _find(rows: Sequence[Row], results: Path) -> Finding:
+    found = _outcomes(rows)
+    lines = [
+        (name, one.words, f"{one.rate:g}", str(one.tries), f"{one.rows[0]['sent_bytes']:,}", _memory(one))
+        for name, one in found.items()
+    ]
+    head = ("method", "loss", "learning rate", "rates tried", "bytes sent per step", "residual, in gradients")
+    return Finding(f"{table(head, lines)}\n\n{_EXPLANATION}", _claims(found))
+
+
+def _whole(decay: float) -> float:
+    """The size, in gradients, of a momentum of independent gradients that loses nothing by being sent."""
+    return math.sqrt(1 / (1 - decay**2))
+
+
+_WHOLE = " and ".join(
+    f"{_whole(start.settings['momentum_decay']):.1f} ({update} rule)" for update, start in DEMO_RULES[FULL].items()
+)
+_EXPLANATION = (
+    "What is sent leaves the residual, so k decides how much of the past a replica remembers. The last column is the size "
+    f"of its residual momentum, in gradients; a momentum from which nothing is taken would have {_WHOLE}, if gradients "
+    "were independent of each other. With all coefficients sent, only what one bit could not say stays behind; Signum's "
+    "momentum loses nothing by being used. And what arrives is not a sign per parameter: signs of coefficients, averaged "
+    "and transformed back, are a direction with sizes, and the update rule sees those."
+)
+
+
+def _memory(one: Outcome) -> str:
+    return "-" if one.rows[0]["memory"] is None else f"{one.rows[0]['memory']:.2f}"
+
+
+def _claims(found: dict[str, Outcome]) -> list[Claim]:
+    claims = []
+    signum = min((found[name] for name in SIGNUM if name in found), key=lambda one: one.mean, default=None)
+    for update in TOPKS:
+        by_topk = of_rule(found, update)
+        if not by_topk:
+            continue
+        best = min(by_topk, key=lambda topk: by_topk[topk].mean)
+        for rival, words in ((found.get(ADAMW), ADAMW), (signum, "dense Signum at its better decay")):
+            if rival is not None:
+                text = f"with the {update} rule the best k, {best}, reaches {by_topk[best].mean:.3f}, below {words}"
+                claims.append(Claim(f"{text} ({rival.mean:.3f})", max(by_topk[best].losses) < min(rival.losses)))
+        claims += _claims_on_size(update, by_topk, best)
+    sent_all = found.get(name_of("sign", ALL))
+    if sent_all is not None and signum is not None:
+        text = "sending all coefficients is not Signum: dense Signum's loss is lower"
+        claims.append(Claim(f"{text} by {sent_all.mean - signum.mean:.3f}", max(signum.losses) < min(sent_all.losses)))
+    return claims
+
+
+def _claims_on_size(update: str, by_topk: dict[int, Outcome], best: int) -> list[Claim]:
+    ends = (min(by_topk), max(by_topk))
+    words = " and ".join(f"{by_topk[topk].mean:.3f} at k = {topk}" for topk in ends)
+    text = (
+        f"with the {update} rule neither the least nor the most is best, but k = {best}: {by_topk[best].mean:.3f}, {words}"
+    )
+    memories = [by_topk[topk].rows[0]["memory"] for topk in sorted(by_topk)]
+    shrinks = (
+        f"with the {update} rule the residual shrinks with every larger k, from {memories[0]:.2f} to {memories[-1]:.2f}"
+    )
+    return [
+        Claim(text, len(by_topk) > 2 and best not in ends),
+        Claim(f"{shrinks} gradients", all(more > less for more, less in pairwise(memories))),
+    ]
+
+
+def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+    found = _outcomes(rows)
+    page = Page(2)
+    losses, memories = page.panels
+    for index, update in enumerate(TOPKS):
+        by_topk = of_rule(found, update)
+        if by_topk:
+            spread = [(min(one.losses), max(one.losses)) for one in by_topk.values()]
+            line(losses, [(topk, one.mean) for topk, one in by_topk.items()], f"{update} rule", index, spread)
+            line(memories, [(topk, one.rows[0]["memory"]) for topk, one in by_topk.items()], f"{update} rule", index)
+    dense = sorted((found[name].mean, name) for name in (*SIGNUM, SGD, ADAMW, MUON) if name in found)
+    for place, (loss, name) in enumerate(dense):
+        rule(losses, loss, name, at=0.01 + 0.34 * (place % 3))
+    for axes in page.panels:
+        logarithmic(axes, TOPKS["sign"])
+        room_for_labels(axes, 0.2)
+    title(losses, "Loss, each at its best learning rate", "coefficients sent of 4096", "validation loss (nats per byte)")
+    title(memories, "What a replica remembers", "coefficients sent of 4096", "residual momentum, in gradients")
+    page.save(folder / "why_k.png")
+    return {
+        "why_k.png": "Last validation loss against k, with the range over seeds, and the levels of optimizers on gradients "
+        "that are averaged in full; and how large the residual momentum is after sending."
+    }
+
+
+STUDY = Study(
+    "q4",
+    "A larger k",
+    "Why can a larger k beat AdamW, if everything sent is only Signum?",
+    find=_find,
+    plan=_plan,
+    draw=_draw,
+)
