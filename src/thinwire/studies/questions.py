@@ -1,6 +1,7 @@
 """All studies, in the order of their numbers; those that no reviewer asked for come last."""
 
 from thinwire.studies import (
+    frontier,
     owners,
     q1_energy,
     q2_time,
@@ -39,5 +40,6 @@ _MODULES = (
     q19_figures,
     owners,
     recipe,
+    frontier,
 )
 STUDIES: dict[str, Study] = {module.STUDY.name: module.STUDY for module in _MODULES}
