@@ -10,6 +10,7 @@ import argparse
 import json
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def measure(exchange: str, num_ranks: int, rank: int, **way: Any) -> dict[str, A
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     if exchange == "hierarchical":
         way["islands"] = island_size(num_ranks)
-    optimizer = DeMo(layers.parameters(), exchange=exchange, **way)
+    optimizer = DeMo(layers.parameters(), exchange=exchange, sync_parameters=False, **way)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(2):
         for parameter in layers.parameters():
@@ -64,14 +65,18 @@ def in_processes(exchange: str, num_ranks: int) -> list[dict[str, Any]]:
 
 
 def few_at_once() -> None:
-    """Let few threads decode at the same time: what all have to decode together would not fit into memory."""
-    turns, apply_ = threading.Semaphore(4), LocalStep.apply_
+    """Let few threads encode and decode at the same time: what all would need together does not fit into memory."""
+    turns = threading.Semaphore(4)
 
-    def in_turns(*arguments: Any) -> None:
-        with turns:
-            apply_(*arguments)
+    def in_turns(work: Callable[..., None]) -> Callable[..., None]:
+        def wait_and_work(*arguments: Any) -> None:
+            with turns:
+                work(*arguments)
 
-    LocalStep.apply_ = in_turns  # type: ignore[method-assign]
+        return wait_and_work
+
+    LocalStep.encode_ = in_turns(LocalStep.encode_)  # type: ignore[method-assign]
+    LocalStep.apply_ = in_turns(LocalStep.apply_)  # type: ignore[method-assign]
 
 
 def in_threads(exchange: str, num_ranks: int) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.errors import ExchangeError
-from thinwire.exchange.transport import Pending, all_gather
+from thinwire.exchange.transport import Pending
 
 Result = TypeVar("Result")
 
@@ -168,10 +168,13 @@ class LoopbackTransport:
         return number
 
     def broadcast_(self, tensor: Tensor, what: str, source: int = 0) -> None:
-        """Take one replica's values; an exchange of everyone's bytes, of which all but one are dropped."""
+        """Take one replica's values; all bring theirs, so that lengths that differ are found."""
         mine = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        chosen = all_gather(self, mine, what)[source]
-        tensor.copy_(chosen.view(tensor.dtype).view(tensor.shape))
+        messages, _ = self._hub.collect(self._post(mine), what)
+        if source != self.replica:
+            chosen = torch.empty_like(mine)
+            messages[source].copy_to_(chosen, None)
+            tensor.copy_(chosen.view(tensor.dtype).view(tensor.shape))
 
 
 def run_replicas(
