@@ -75,7 +75,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         (method, batch, *(mine[count].words if count in mine else "" for count in counts))
         for (method, batch), mine in sorted(found.items(), key=lambda pair: pair[0][::-1])
     ]
-    return Finding(table(("method", "examples per step", *(f"{count} replicas" for count in counts)), lines), _claims(found))
+    return Finding(table(("method", "examples per step", *(f"R = {count}" for count in counts)), lines), _claims(found))
 
 
 def _claims(found: dict[tuple[str, str], dict[int, Outcome]]) -> list[Claim]:

@@ -1,7 +1,8 @@
 """q8: only language models? A vision transformer and a convolutional network beside the language model.
 
 The muon rule sees the weights of a convolution as a matrix of ``out x (in * kernel)``; dense Muon (torch's) takes matrices
-alone, so that the convolutional network has none.
+alone, so that the convolutional network has none. Its batch norms see the batch of a replica with DeMo, and that of all with
+AdamW; in the simulator all replicas share one set of running statistics.
 """
 
 import statistics
