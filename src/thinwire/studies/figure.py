@@ -98,29 +98,12 @@ def logarithmic(axes: Axes, ticks: Sequence[float], unit: str = "") -> None:
 
 
 def room_for_labels(axes: Axes, share: float = 0.25) -> None:
-    """Space at the right for the names of lines, which are moved apart where they end close together. To be called last."""
+    """Space at the right for the names of lines."""
     low, high = axes.get_xlim()
     if axes.get_xscale() == "log":
         axes.set_xlim(low, high * (high / low) ** share)
     else:
         axes.set_xlim(low, high + (high - low) * share)
-    _part_labels(axes)
-
-
-_LABEL_POINTS = 9.0
-
-
-def _part_labels(axes: Axes) -> None:
-    """Move names at the same x up, each as far as those below it need."""
-    labels = [text for text in axes.texts if isinstance(text, Annotation) and text.xycoords == "data" and text.get_text()]
-    points_per_pixel = 72 / axes.figure.dpi
-    for x in {label.xy[0] for label in labels}:
-        least = -float("inf")
-        for label in sorted((one for one in labels if one.xy[0] == x), key=lambda one: one.xy[1]):
-            height = float(axes.transData.transform(label.xy)[1]) * points_per_pixel
-            placed = max(height, least)
-            label.set_position((label.get_position()[0], placed - height))
-            least = placed + _LABEL_POINTS
 
 
 def names_below(axes: Axes, names: Sequence[str]) -> None:
