@@ -2,6 +2,7 @@
 
 from thinwire.studies import (
     faults,
+    frontier,
     owners,
     q1_energy,
     q2_time,
@@ -49,5 +50,6 @@ _MODULES = (
     faults,
     owners,
     recipe,
+    frontier,
 )
 STUDIES: dict[str, Study] = {module.STUDY.name: module.STUDY for module in _MODULES}
