@@ -104,3 +104,10 @@ def room_for_labels(axes: Axes, share: float = 0.25) -> None:
         axes.set_xlim(low, high * (high / low) ** share)
     else:
         axes.set_xlim(low, high + (high - low) * share)
+
+
+def names_below(axes: Axes, names: Sequence[str]) -> None:
+    """What stands at 0, 1, 2 and so on; long names take two lines."""
+    axes.set_xticks(range(len(names)), [name.replace(", ", ",\n") for name in names], fontsize=8)
+    axes.set_xlim(-0.5, len(names) - 0.5)
+    axes.grid(False, axis="x")

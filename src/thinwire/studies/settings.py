@@ -8,6 +8,7 @@ from typing import Any
 from thinwire.studies.study import FULL, SMALL
 from thinwire.studies.trials import Trial
 
+MIDDLE = "middle"
 # A byte-level GPT of 0.2 million parameters: 5 seconds for four replicas on a CPU.
 _TINY: dict[str, Any] = {
     "layers": 2,
@@ -21,6 +22,8 @@ _TINY: dict[str, Any] = {
     "eval_every": 40,
     "eval_examples": 128,
 }
+# Between the two, where many replicas or many trainings must be affordable: the recipe's 0.9 million parameters, for a GPU.
+_BETWEEN: dict[str, Any] = {"steps": 600, "batch": 64, "warmup_steps": 30, "eval_every": 100}
 # The pilot's: 26 million parameters, 500 steps of 128 sequences.
 _PILOT: dict[str, Any] = {"steps": 500, "batch": 128, "warmup_steps": 50, "eval_every": 100, "eval_examples": 512}
 _PILOT |= {"compile": True}
@@ -52,7 +55,8 @@ DENSE_RATES: dict[str, dict[str, float]] = {
 def text_trial(
     size: str, optimizer: str = "demo", replicas: int = 4, settings: Mapping[str, Any] = MappingProxyType({})
 ) -> Trial:
-    """A language model on Python's standard library: some 0.2 million parameters, or the pilot's 26 million."""
-    if size == SMALL:
-        return Trial("quickstart", replicas, optimizer, {**_TINY, **settings})
+    """A language model on Python's standard library: some 0.2 million parameters, or the pilot's 26 million; `MIDDLE` has
+    0.9 million."""
+    if size in (SMALL, MIDDLE):
+        return Trial("quickstart", replicas, optimizer, {**(_TINY if size == SMALL else _BETWEEN), **settings})
     return Trial("gpt-small", replicas, optimizer, {**_PILOT, **settings})

@@ -1,0 +1,133 @@
+"""q15: quality against the number of replicas, at a fixed batch for all together, and at a fixed batch for each."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from thinwire.studies.figure import Page, line, logarithmic, room_for_labels, title
+from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, MIDDLE, text_trial
+from thinwire.studies.study import FULL, SIZES, SMALL, Claim, Finding, Study, table
+from thinwire.studies.trials import Row, Trial
+from thinwire.studies.tuning import SEEDS, Contender, Outcome, due, outcomes
+
+# In the full size a step of 64 replicas is of a middle-sized model, so that the whole is affordable.
+_MODELS = {SMALL: SMALL, FULL: MIDDLE}
+_COUNTS: dict[str, tuple[int, ...]] = {SMALL: (1, 2, 4, 8), FULL: (1, 4, 16, 64)}
+_OWNED: dict[str, tuple[int, ...]] = {SMALL: (), FULL: (16, 64)}
+# Examples per step: of all together, or of each.
+_ALL, _EACH = {SMALL: 16, FULL: 64}, {SMALL: 4, FULL: 16}
+_TOGETHER, _ALONE = "fixed batch for all", "fixed batch for each"
+_ADAMW = "AdamW"
+_LITTLE = 0.05
+
+
+class Case(NamedTuple):
+    """A method among so many replicas."""
+
+    method: str
+    batch: str
+    replicas: int
+    contender: Contender
+
+
+def _batch(size: str, batch: str, count: int) -> int:
+    return _ALL[size] if batch == _TOGETHER else _EACH[size] * count
+
+
+def _cases(size: str) -> list[Case]:
+    found = []
+    for batch in (_TOGETHER, _ALONE):
+        for count in _COUNTS[size]:
+            examples = {"batch": _batch(size, batch, count)}
+            # All replicas of a dense optimizer are one with all the examples: their number is of no account.
+            dense = text_trial(_MODELS[size], "adamw", 1, examples)
+            found.append((_ADAMW, batch, count, dense, DENSE_RATES[size]["adamw"]))
+            for rule, start in DEMO_RULES[size].items():
+                trial = text_trial(_MODELS[size], "demo", count, {**start.settings, **examples})
+                found.append((f"{rule} rule", batch, count, trial, start.rate))
+    for rule, start in DEMO_RULES[size].items():
+        for count in _OWNED[size]:
+            settings = {**start.settings, "batch": _ALL[size], "exchange": "owner"}
+            trial = text_trial(_MODELS[size], "demo", count, settings)
+            found.append((f"{rule} rule, owners", _TOGETHER, count, trial, start.rate))
+    return [Case(name, batch, count, Contender(trial.key, trial, rate)) for name, batch, count, trial, rate in found]
+
+
+def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
+    return due([case.contender for case in _cases(size)], rows, size, SEEDS[:2] if size == FULL else SEEDS[:1])
+
+
+def _outcomes(rows: Sequence[Row]) -> dict[tuple[str, str], dict[int, Outcome]]:
+    """By method and batch, then by the number of replicas; of the larger size, if it was run."""
+    found: dict[tuple[str, str], dict[int, Outcome]] = {}
+    for cases in (_cases(size) for size in reversed(SIZES) if not found):
+        known = outcomes([case.contender for case in cases], rows)
+        for case in cases:
+            if case.contender.name in known:
+                found.setdefault((case.method, case.batch), {})[case.replicas] = known[case.contender.name]
+    return found
+
+
+def _find(rows: Sequence[Row], results: Path) -> Finding:
+    found = _outcomes(rows)
+    counts = sorted({count for mine in found.values() for count in mine})
+    lines = [
+        (method, batch, *(mine[count].words if count in mine else "" for count in counts))
+        for (method, batch), mine in sorted(found.items(), key=lambda pair: pair[0][::-1])
+    ]
+    return Finding(table(("method", "examples per step", *(f"R = {count}" for count in counts)), lines), _claims(found))
+
+
+def _claims(found: dict[tuple[str, str], dict[int, Outcome]]) -> list[Claim]:
+    claims = []
+    for rule in (f"{name} rule" for name in DEMO_RULES[FULL]):
+        together, alone = found.get((rule, _TOGETHER), {}), found.get((rule, _ALONE), {})
+        if len(together) > 1:
+            few, many = min(together), max(together)
+            more = together[many].mean - together[few].mean
+            text = f"with the {rule} and the same batch for all, {many} replicas end {more:+.3f} nats per byte beside {few}"
+            claims.append(_costs_little(text, more))
+        if len(alone) > 1:
+            means = [alone[count].mean for count in sorted(alone)]
+            text = f"with the {rule} and the same batch for each, more replicas never raise the loss"
+            claims.append(Claim(f"{text}: {means[0]:.3f} to {means[-1]:.3f}", means == sorted(means, reverse=True)))
+        owned = found.get((f"{rule}, owners", _TOGETHER), {})
+        if most := max(owned.keys() & together.keys(), default=0):
+            more = owned[most].mean - together[most].mean
+            claims.append(_costs_little(f"with the {rule} and {most} replicas, owners cost {more:+.3f} nats per byte", more))
+        dense = found.get((_ADAMW, _TOGETHER), {})
+        if both := together.keys() & dense.keys():
+            gain = min(dense[count].mean - together[count].mean for count in both)
+            text = f"with the same batch for all, the {rule} is below AdamW whatever the number of replicas"
+            claims.append(Claim(f"{text}: by {gain:.3f} where it is nearest", gain > 0))
+    return claims
+
+
+def _costs_little(text: str, more: float) -> Claim:
+    return Claim(f"{text}, less than {_LITTLE} above", more < _LITTLE)
+
+
+def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+    found = _outcomes(rows)
+    page = Page(2)
+    for axes, batch in zip(page.panels, (_TOGETHER, _ALONE), strict=True):
+        mine = {method: outcome for (method, of), outcome in found.items() if of == batch}
+        for index, (method, by_count) in enumerate(mine.items()):
+            points = [(count, one.mean) for count, one in sorted(by_count.items())]
+            spread = [(min(one.losses), max(one.losses)) for _, one in sorted(by_count.items())]
+            line(axes, points, method, index, spread)
+        logarithmic(axes, sorted({count for by_count in mine.values() for count in by_count}))
+        room_for_labels(axes)
+        title(axes, batch.capitalize(), "replicas", "validation loss (nats per byte)")
+    page.save(folder / "replicas.png")
+    return {"replicas.png": "Last validation loss against the number of replicas, each at its best learning rate."}
+
+
+STUDY = Study(
+    "q15",
+    "The number of replicas",
+    "How does quality change with the number of workers, 1 to 64, at a fixed batch for all and at a fixed batch for each?",
+    find=_find,
+    plan=_plan,
+    draw=_draw,
+)

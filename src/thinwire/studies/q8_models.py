@@ -1,0 +1,135 @@
+"""q8: only language models? A vision transformer and a convolutional network beside the language model.
+
+The muon rule sees the weights of a convolution as a matrix of ``out x (in * kernel)``; dense Muon (torch's) takes matrices
+alone, so that the convolutional network has none. Its batch norms see the batch of a replica with DeMo, and that of all with
+AdamW; in the simulator all replicas share one set of running statistics.
+"""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from thinwire.studies.figure import Page, dot, names_below, title
+from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, Start, text_trial
+from thinwire.studies.study import FULL, SIZES, SMALL, Claim, Finding, Study, table
+from thinwire.studies.trials import Row, Trial
+from thinwire.studies.tuning import SEEDS, Contender, Outcome, due, outcomes
+
+LANGUAGE, VIT, CNN = "language model", "vision transformer", "convolutional network"
+# Images of digits, by the trainer's recipes; fewer steps in the small size.
+_RECIPES = {VIT: "vit", CNN: "cnn"}
+_STEPS: dict[str, dict[str, dict[str, Any]]] = {
+    SMALL: {
+        VIT: {"steps": 120, "warmup_steps": 12, "eval_every": 40},
+        CNN: {"steps": 80, "warmup_steps": 8, "eval_every": 20},
+    },
+    FULL: {VIT: {}, CNN: {}},
+}
+_RATES: dict[str, dict[str, float]] = {
+    VIT: {"adamw": 2e-3, "muon": 4e-3, "sign rule": 2e-3, "muon rule": 4e-2},
+    CNN: {"adamw": 4e-3, "sign rule": 2e-3, "muon rule": 4e-2},
+}
+_REPLICAS = 4
+# Of 359 images that decide an accuracy, this share is three of them.
+_SAME_ACCURACY = 0.01
+
+
+class Case(NamedTuple):
+    """A contender, and the model that it trains."""
+
+    model: str
+    method: str
+    contender: Contender
+
+
+def _cases(size: str) -> list[Case]:
+    found = [(LANGUAGE, method, text_trial(size, method), DENSE_RATES[size][method]) for method in ("adamw", "muon")]
+    for rule, start in DEMO_RULES[size].items():
+        found.append((LANGUAGE, f"{rule} rule", text_trial(size, settings=start.settings), start.rate))
+    for model, rates in _RATES.items():
+        for method, rate in rates.items():
+            rule = method.removesuffix(" rule")
+            start = DEMO_RULES[size][rule] if rule != method else Start(rate, {})
+            optimizer = "demo" if rule != method else method
+            trial = Trial(_RECIPES[model], _REPLICAS, optimizer, {**_STEPS[size][model], **start.settings})
+            found.append((model, method, trial, rate))
+    return [Case(model, method, Contender(f"{model}, {_word(method)}", trial, rate)) for model, method, trial, rate in found]
+
+
+def _word(method: str) -> str:
+    return {"adamw": "AdamW", "muon": "dense Muon"}.get(method, f"DeMo, {method}")
+
+
+def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
+    return due([case.contender for case in _cases(size)], rows, size, SEEDS if size == FULL else SEEDS[:1])
+
+
+def _outcomes(rows: Sequence[Row]) -> dict[str, dict[str, Outcome]]:
+    """By model and method; of the larger size, if it was run."""
+    found: dict[str, dict[str, Outcome]] = {LANGUAGE: {}, VIT: {}, CNN: {}}
+    for cases in (_cases(size) for size in reversed(SIZES) if not any(found.values())):
+        known = outcomes([case.contender for case in cases], rows)
+        for case in cases:
+            if case.contender.name in known:
+                found[case.model][case.method] = known[case.contender.name]
+    return found
+
+
+def accuracy(outcome: Outcome) -> float | None:
+    """Mean over seeds; None for a language model."""
+    found = [row["accuracy"] for row in outcome.rows if row["accuracy"] is not None]
+    return statistics.mean(found) if found else None
+
+
+def _find(rows: Sequence[Row], results: Path) -> Finding:
+    found, lines = _outcomes(rows), []
+    for model, methods in found.items():
+        for method, one in methods.items():
+            share, sent = accuracy(one), one.rows[0]["sent_bytes"]
+            right = "" if share is None or model == LANGUAGE else f"{share:.1%}"
+            times = f"{2 * one.rows[0]['parameters'] / sent:.0f}" if method.endswith(" rule") else ""
+            lines.append((model, _word(method), one.words, right, f"{sent:,}", times, f"{one.rate:g}"))
+    head = ("model", "method", "loss", "accuracy", "sent bytes", "times fewer than bfloat16", "learning rate")
+    claims = [claim for model in (VIT, CNN) for claim in _claims(model, found[model])]
+    return Finding(table(head, lines), claims)
+
+
+def _claims(model: str, methods: dict[str, Outcome]) -> list[Claim]:
+    claims = []
+    for rule in ("sign rule", "muon rule"):
+        if rule in methods and "adamw" in methods:
+            mine, dense = accuracy(methods[rule]) or 0.0, accuracy(methods["adamw"]) or 0.0
+            text = f"the {model} is as accurate with DeMo's {rule} as with AdamW, to 1 %: {mine:.1%} against {dense:.1%}"
+            claims.append(Claim(text, mine > dense - _SAME_ACCURACY))
+    if {"sign rule", "muon rule"} <= methods.keys():
+        sign, muon = methods["sign rule"], methods["muon rule"]
+        text = (
+            f"the {model}'s loss is not larger with the muon rule than with the sign rule: {muon.words} against {sign.words}"
+        )
+        claims.append(Claim(text, muon.mean <= sign.mean))
+    return claims
+
+
+def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+    found = {model: methods for model, methods in _outcomes(rows).items() if methods}
+    page = Page(max(1, len(found)), height=3.6, width=4.2)
+    for axes, (model, methods) in zip(page.panels, found.items(), strict=False):
+        for index, one in enumerate(methods.values()):
+            for loss in one.losses:
+                dot(axes, index, loss, "", index)
+        names_below(axes, [_word(method) for method in methods])
+        unit = "nats per byte" if model == LANGUAGE else "nats per image"
+        title(axes, model.capitalize(), "", f"validation loss ({unit})")
+    page.save(folder / "models.png")
+    return {"models.png": "Last validation loss of every seed at the best learning rate, a panel per model."}
+
+
+STUDY = Study(
+    "q8",
+    "Other models",
+    "Does it work for language models only? A vision transformer and a convolutional network, on images of digits.",
+    find=_find,
+    plan=_plan,
+    draw=_draw,
+)

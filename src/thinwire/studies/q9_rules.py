@@ -1,0 +1,126 @@
+"""q9: does it work without the sign? All update rules with the same number of coefficients, each with its own learning rate
+and decay of the momentum, beside dense AdamW and Muon."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from thinwire.studies.figure import Page, dot, line, names_below, room_for_labels, title
+from thinwire.studies.settings import DENSE_RATES, text_trial
+from thinwire.studies.study import FULL, SIZES, SMALL, Claim, Finding, Study, table
+from thinwire.studies.trials import Row, Trial
+from thinwire.studies.tuning import SEEDS, Contender, Outcome, due, outcomes
+
+_TOPK = 64
+_DECAYS = (0.95, 0.99)
+_RATES: dict[str, dict[str, float]] = {
+    SMALL: {"sign": 4e-3, "sgd": 3e-1, "adamw": 4e-3, "lion": 4e-3, "muon": 8e-2},
+    FULL: {"sign": 1e-3, "sgd": 1e-1, "adamw": 1e-3, "lion": 5e-4, "muon": 4e-2},
+}
+_DENSE = {"adamw": "AdamW", "muon": "dense Muon"}
+
+
+def _contenders_of(rule: str, size: str) -> list[Contender]:
+    """A rule with each decay."""
+    return [
+        Contender(
+            f"{rule} rule, decay {decay:g}",
+            text_trial(size, settings={"update": rule, "topk": _TOPK, "momentum_decay": decay}),
+            _RATES[size][rule],
+        )
+        for decay in _DECAYS
+    ]
+
+
+def _dense(size: str) -> list[Contender]:
+    return [Contender(word, text_trial(size, name), DENSE_RATES[size][name]) for name, word in _DENSE.items()]
+
+
+def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
+    """First the learning rates for both decays, then other seeds for the better one."""
+    first = [one for rule in _RATES[size] for one in _contenders_of(rule, size)]
+    search = due([*first, *_dense(size)], rows, size, SEEDS[:1])
+    if search or size == SMALL:
+        return search
+    best = [better for rule in _RATES[size] if (better := _better(rule, size, rows)) is not None]
+    return due([*best, *_dense(size)], rows, size)
+
+
+def _better(rule: str, size: str, rows: Sequence[Row]) -> Contender | None:
+    """The decay with the lower loss, of those that were tried, with the first seed, which both have."""
+    known = [row for row in rows if row["trial"]["settings"].get("seed", 0) == SEEDS[0]]
+    found = outcomes(_contenders_of(rule, size), known)
+    pairs = [(found[one.name].mean, one) for one in _contenders_of(rule, size) if one.name in found]
+    return min(pairs, key=lambda pair: pair[0])[1] if pairs else None
+
+
+def _outcomes(rows: Sequence[Row]) -> dict[str, tuple[str, Outcome]]:
+    """By rule or optimizer: the name of the better contender, and what came of it; of the larger size, if it was run."""
+    found: dict[str, tuple[str, Outcome]] = {}
+    for size in (size for size in reversed(SIZES) if not found):
+        for rule in _RATES[size]:
+            best = _better(rule, size, rows)
+            if best is not None:
+                found[f"{rule} rule"] = best.name, outcomes([best], rows)[best.name]
+        found |= {name: (name, one) for name, one in outcomes(_dense(size), rows).items()}
+    return found
+
+
+def _find(rows: Sequence[Row], results: Path) -> Finding:
+    found = _outcomes(rows)
+    lines = [
+        (name, one.words, f"{one.rate:g}", str(len(one.losses)), f"{one.rows[0]['sent_bytes']:,}")
+        for name, one in found.values()
+    ]
+    head = ("update", "loss", "learning rate", "seeds", "sent bytes per step")
+    return Finding(table(head, lines), _claims({name: one for name, (_, one) in found.items()}))
+
+
+def _claims(found: dict[str, Outcome]) -> list[Claim]:
+    claims = []
+    if {"sgd rule", "sign rule"} <= found.keys():
+        plain, sign = found["sgd rule"], found["sign rule"]
+        text = f"without the sign it works as well: loss {plain.mean:.3f} with plain sgd, {sign.mean:.3f} with the sign"
+        claims.append(Claim(text, plain.mean <= sign.mean + max(plain.spread, sign.spread)))
+    rules = {name: one for name, one in found.items() if name.endswith(" rule")}
+    if "muon rule" in rules and len(rules) > 1:
+        rest = {name: one for name, one in rules.items() if name != "muon rule"}
+        second = min(rest, key=lambda name: rest[name].mean)
+        text = (
+            f"of all rules muon's loss is the lowest: {rules['muon rule'].mean:.3f}, and {rest[second].mean:.3f} with the "
+            f"next, the {second}"
+        )
+        claims.append(Claim(text, max(rules["muon rule"].losses) < min(rest[second].losses)))
+    if "AdamW" in found and rules:
+        best = min(rules, key=lambda name: rules[name].mean)
+        dense = found["AdamW"]
+        text = f"the best rule, {best}, has a lower loss than dense AdamW: {rules[best].mean:.3f} against {dense.mean:.3f}"
+        claims.append(Claim(text, max(rules[best].losses) < min(dense.losses)))
+    return claims
+
+
+def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+    page = Page(2)
+    last, curves = page.panels
+    found = _outcomes(rows)
+    for index, (name, (_, one)) in enumerate(found.items()):
+        for loss in one.losses:
+            dot(last, index, loss, "", index)
+        line(curves, [(step, loss) for step, loss in one.rows[0]["curve"]], name, index)
+    names_below(last, [name.replace(" ", "\n") for name in found])
+    room_for_labels(curves)
+    title(last, "At the end", "", "validation loss (nats per byte)")
+    title(curves, "On the way, first seed", "step", "validation loss (nats per byte)")
+    page.save(folder / "rules.png")
+    return {
+        "rules.png": "Validation loss at the best learning rate and decay of each rule: every seed, and the first's curve."
+    }
+
+
+STUDY = Study(
+    "q9",
+    "Update rules",
+    "Does it work without the sign? The same coefficients, and other rules for what they do to the parameters.",
+    find=_find,
+    plan=_plan,
+    draw=_draw,
+)
