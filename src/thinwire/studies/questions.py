@@ -47,8 +47,8 @@ _MODULES = (
     q17_values,
     q18_reproduce,
     q19_figures,
-    faults,
     owners,
+    faults,
     recipe,
     frontier,
 )
