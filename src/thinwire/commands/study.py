@@ -31,7 +31,8 @@ class ListCommand:
 
 @dataclass(frozen=True)
 class RunCommand:
-    """Run the trainings of some studies, or those that are missing, and write what they say."""
+    """Run the trainings of some studies, or those that are missing, and write what they say. A study without trainings is
+    reported anew."""
 
     names: tyro.conf.Positional[tuple[str, ...]]
     """Studies, such as q3, or all."""
@@ -92,7 +93,8 @@ def _list(asked: ListCommand, console: Console) -> int:
         lines.add_column(heading)
     for study in STUDIES.values():
         folder = best_folder(asked.results, study.name)
-        lines.add_row(study.name, study.question, "none" if folder is None else folder.name)
+        newest = "none" if folder is None else folder.name
+        lines.add_row(study.name, study.question, newest if study.has_trials else "has no trainings")
     console.print(lines)
     return 0
 
@@ -107,14 +109,19 @@ def _chosen(names: tuple[str, ...]) -> "list[Study]":
 
 
 def _run(asked: RunCommand, console: Console) -> int:
-    from thinwire.studies.results import folder_for, run_study, write_summary
+    from thinwire.studies.results import folder_for, folders_of, run_study, write_summary
 
     name = ("cuda" if torch.cuda.is_available() else "cpu") if asked.device == "auto" else asked.device
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise TrainingError(f"--device {asked.device}: there is no CUDA device here; cpu or auto")
     device, deadline, is_complete = torch.device(name), time.monotonic() + (asked.seconds or math.inf), True
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    for study in (study for study in _chosen(asked.names) if study.has_trials):
+    for study in _chosen(asked.names):
+        if not study.has_trials:
+            (folder,) = folders_of(asked.results, study)
+            write_summary(study, folder, asked.results)
+            _print_claims(study, folder, asked.results, console)
+            continue
         folder, num_done, left = folder_for(asked.results, study.name, device, asked.anew), 0, 0
         with Progress(*columns, console=console, transient=True) as progress:
             bar = progress.add_task(f"{study.name} {study.title}", total=None)

@@ -11,7 +11,8 @@ from thinwire.lab.losses import Curve
 from thinwire.lab.rows import Cell
 
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
-COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666", "#8c510a", "#35978f")
+# Dark enough for small letters on white, and apart for the colour-blind: what `thinwire.studies.q19_figures` checks.
+COLOURS = ("#000000", "#b04e00", "#0072b2", "#1f5c3b", "#9a0d78", "#5a2fe6", "#807146", "#757575", "#8c1c10", "#4c1100")
 DASHES: tuple[tuple[float, ...], ...] = ((), (6, 2), (1, 1.5), (8, 2, 1, 2), (3, 1.5), (5, 1, 1, 1, 1, 1))
 _PARTS = (
     ("compute", ("data", "forward", "backward"), "#dddddd", ""),
@@ -64,10 +65,11 @@ def draw_breakdown(cells: Sequence[Cell], path: Path, title: str) -> None:
         hidden = f" ({1e3 * cell.hidden:.0f} ms hidden)" if cell.hidden > 0.005 else ""
         where = min(end, shown * 0.86)
         text = f"{end:.2f} s" if end < shown else f"{end:.1f} s >"
-        axes.text(where + 0.005 * shown, height, text + hidden, va="center", fontsize=7.5)
+        behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+        axes.text(where + 0.007 * shown, height, text + hidden, va="center", fontsize=7.5, bbox=behind)
     axes.set_xlabel("seconds per step")
     axes.set_title(title, loc="left", fontsize=10)
-    axes.legend(fontsize=8, loc="lower right")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=len(_PARTS), frameon=False)
     tidy(axes)
     FigureCanvasAgg(figure).print_png(str(path))
 

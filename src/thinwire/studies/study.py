@@ -63,7 +63,7 @@ class Study:
         return self.plan is not _nothing_due
 
 
-def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown; the first column to the left, the others to the right."""
-    rules = ["---", *["---:"] * (len(head) - 1)]
+def table(head: Sequence[str], lines: Sequence[Sequence[str]], num_left: int = 1) -> str:
+    """A table in Markdown; the first columns to the left, the others to the right."""
+    rules = [*["---"] * num_left, *["---:"] * (len(head) - num_left)]
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, rules, *lines))

@@ -1,0 +1,155 @@
+"""frontier: validation loss against bytes sent per step, for DeMo with several k, codecs and rules, and every peer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from thinwire.lab.figure import COLOURS
+from thinwire.planner.links import format_bytes
+from thinwire.studies.figure import Page, logarithmic, title
+from thinwire.studies.labels import Named, label_points
+from thinwire.studies.measured import DEMO_MUON, OURS, cells, curves
+from thinwire.studies.q11_compressors import standings
+from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, text_trial
+from thinwire.studies.study import FULL, SIZES, SMALL, Claim, Finding, Study, table
+from thinwire.studies.trials import Row, Trial
+from thinwire.studies.tuning import Contender, Outcome, due, outcomes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# As the network lab's peers were trained: two replicas, 600 steps of 16 sequences of 128 bytes.
+_LAB: dict[str, Any] = {"steps": 600, "eval_every": 150, "eval_examples": 256}
+_TOPK = {SMALL: (16, 64), FULL: (4, 16, 64, 256)}
+_CODECS = {SMALL: (), FULL: ("int4", "float32")}
+_LINK, _BITS_PER_SECOND = "100mbit", 100e6
+_LOSS = "validation loss (nats per byte)"
+
+
+def _trial(size: str, optimizer: str, settings: Mapping[str, Any]) -> Trial:
+    if size == SMALL:
+        return text_trial(SMALL, optimizer, 2, settings)
+    return Trial("gpt-10m", 2, optimizer, {**_LAB, **settings})
+
+
+def _contenders(size: str) -> list[Contender]:
+    found = [
+        Contender(f"{name}, averaged in full", _trial(size, name, {}), DENSE_RATES[size][name]) for name in ("adamw", "muon")
+    ]
+    for rule, start in DEMO_RULES[size].items():
+        for topk in _TOPK[size]:
+            found.append(Contender(f"{rule}, k {topk}", _trial(size, "demo", {**start.settings, "topk": topk}), start.rate))
+        for values in _CODECS[size]:
+            settings = {**start.settings, "values": values}
+            found.append(
+                Contender(f"{rule}, k {start.settings['topk']}, {values}", _trial(size, "demo", settings), start.rate)
+            )
+    return found
+
+
+def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
+    return due(_contenders(size), rows, size)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A method's loss, what a replica sends per step, and seconds per step at 100 Mbit/s where they are known."""
+
+    name: str
+    loss: float
+    sent: float
+    seconds: float | None
+    is_ours: bool
+    words: str
+
+    def is_beaten_by(self, other: "Point") -> bool:
+        """In both loss and bytes."""
+        return other.loss < self.loss and other.sent < self.sent
+
+
+def _points(rows: Sequence[Row], results: Path) -> list[Point]:
+    """All methods, fewest bytes first. Peers were trained as the full size is, and are left out beside the small one."""
+    found: dict[str, Outcome] = {}
+    has_peers = False
+    for size in SIZES:
+        mine = outcomes(_contenders(size), rows)
+        found |= mine
+        has_peers = has_peers or (size == FULL and bool(mine))
+    points = []
+    measured = cells(results) if has_peers else {}
+    for name, one in found.items():
+        is_dense = "averaged" in name
+        sent = float(one.rows[0]["sent_bytes"])
+        points.append(Point(name, one.mean, sent, _seconds(sent, measured, is_dense), not is_dense, one.words))
+    if has_peers:
+        for peer in standings(curves(results), cells(results)):
+            if peer.method not in (*OURS, "adamw"):
+                points.append(Point(peer.method, peer.loss, peer.sent, peer.cell.seconds, False, peer.tuned.words))
+    return sorted(points, key=lambda point: (point.sent, point.loss))
+
+
+def _seconds(sent: float, measured: Mapping[tuple[str, str], Any], is_dense: bool) -> float | None:
+    """The lab's step with DeMo's muon rule or AdamW, and the time of the bytes that are more or fewer on the link."""
+    cell = measured.get(("adamw" if is_dense else DEMO_MUON, _LINK))
+    return None if cell is None else float(max(cell.seconds + (sent - cell.meter_sent) * 8 / _BITS_PER_SECOND, cell.compute))
+
+
+def _find(rows: Sequence[Row], results: Path) -> Finding:
+    points = _points(rows, results)
+    lines = []
+    for point in points:
+        is_best = not any(point.is_beaten_by(other) for other in points)
+        seconds = "" if point.seconds is None else f"{point.seconds:.2f}"
+        lines.append((point.name, point.words, format_bytes(point.sent), seconds, "not beaten" if is_best else ""))
+    claims = []
+    peers = [point for point in points if not point.is_ours]
+    for point in (point for point in points if point.is_ours):
+        better = [other.name for other in peers if point.is_beaten_by(other)]
+        these = f"; these do: {', '.join(better)}" if better else ""
+        claims.append(Claim(f"no peer has both a lower loss and fewer bytes than DeMo {point.name}{these}", not better))
+    heads = ("method", "loss", "sent per step", f"s per step, {_LINK}", "")
+    return Finding(table(heads, lines), claims)
+
+
+def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+    points = _points(rows, results)
+    if not points:
+        return {}
+    timed = [point for point in points if point.seconds is not None]
+    page = Page(2 if timed else 1, height=5.6, width=7.0)
+    _panel(page.panels[0], [(point, point.sent / 1e3) for point in points])
+    logarithmic(page.panels[0], (1, 10, 100, 1000, 10_000, 100_000))
+    title(page.panels[0], "Loss against bytes, 2 replicas", "kB sent per step and replica", _LOSS)
+    if timed:
+        _panel(page.panels[1], [(point, point.seconds or 0.0) for point in timed])
+        title(page.panels[1], "Loss against time at 100 Mbit/s", "seconds per step", _LOSS)
+    page.save(folder / "frontier.png")
+    caption = "Last validation loss, a mean over seeds, against what a replica sends per step"
+    if timed:
+        caption += ", and against the time of a step at 100 Mbit/s: the network lab's, for DeMo with the bytes that differ"
+    return {"frontier.png": f"{caption}. Diamonds are DeMo's."}
+
+
+def _panel(axes: "Axes", pairs: Sequence[tuple[Point, float]]) -> None:
+    axes.set_xscale("log")
+    costs = [cost for _, cost in pairs]
+    low, high = min(costs), max(costs)
+    spread = high / low if high > low else 10.0
+    axes.set_xlim(low / spread**0.08, high * spread**0.2)
+    named = []
+    for point, cost in pairs:
+        style = int(point.is_ours)
+        axes.plot([cost], [point.loss], "D" if point.is_ours else "o", color=COLOURS[style], markersize=6)
+        named.append(Named(cost, point.loss, point.name, style))
+    label_points(axes, named)
+
+
+STUDY = Study(
+    "frontier",
+    "The frontier",
+    "Which loss does a byte buy: DeMo with several k, codecs and rules beside every peer?",
+    find=_find,
+    plan=_plan,
+    draw=_draw,
+)

@@ -1,0 +1,60 @@
+"""What the network lab and the step benchmark have measured, for studies that have no trainings of their own."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from thinwire.lab import rows
+from thinwire.lab.losses import Curve, best_curves, read_curves
+from thinwire.lab.rows import Cell
+from thinwire.studies.results import best_folder
+
+DEMO, DEMO_AFTER, DEMO_MUON, ADAMW = "demo", "demo-after", "demo-muon", "adamw"
+# Those of this project; all others are peers.
+OURS = (DEMO, DEMO_AFTER, DEMO_MUON)
+# The lab's links without delay, slowest first, and their rates in Mbit/s.
+RATES = {"10mbit": 10, "100mbit": 100, "1gbit": 1000}
+NOTHING = "| rows | |\n| --- | --- |\n| none stored | run `thinwire lab compare`, then the report again |"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A method's losses at its best learning rate, and how that was found."""
+
+    curve: Curve
+    rates: tuple[float, ...]
+
+    @property
+    def loss(self) -> float:
+        """The last one, a mean over seeds."""
+        return self.curve.points[-1][1]
+
+    @property
+    def tries(self) -> str:
+        """How many learning rates, and whether the best is the least or the largest of them: others may be better."""
+        at_edge = self.curve.lr in (min(self.rates), max(self.rates))
+        return f"{len(self.rates)}, best at the edge" if at_edge else f"{len(self.rates)}"
+
+    @property
+    def words(self) -> str:
+        """Mean and range."""
+        return f"{self.loss:.3f} ({min(self.curve.ends):.3f} to {max(self.curve.ends):.3f})"
+
+
+def link_words(link: str) -> str:
+    """Such as "at 100 Mbit/s", for links without delay."""
+    return f"at {RATES[link]} Mbit/s" if link in RATES else "without a limit on the link"
+
+
+def cells(results: Path, num_hosts: int = 2) -> dict[tuple[str, str], Cell]:
+    """What the lab measured, by method and link; its rounds as one."""
+    folder = best_folder(results, "lab")
+    found = [] if folder is None else rows.merge(rows.read(folder / "rows.jsonl"))
+    return {(cell.method, cell.link): cell for cell in found if cell.num_hosts == num_hosts and not cell.error}
+
+
+def curves(results: Path, target: float | None = None) -> dict[str, Tuned]:
+    """The best curve of every method that was trained: the first at the target if there is one, else the lowest."""
+    folder = best_folder(results, "lab_losses")
+    known = {} if folder is None else read_curves(folder / "rows.jsonl")
+    best = best_curves(known, target)
+    return {method: Tuned(curve, tuple(one.lr for one in known[method])) for method, curve in best.items()}

@@ -1,0 +1,117 @@
+"""q12: end to end, is it faster? Seconds to a fixed loss, per link and method."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from thinwire.lab.losses import Curve, seconds_to
+from thinwire.lab.table import loss_table
+from thinwire.studies.figure import Page, line, logarithmic, room_for_labels, title
+from thinwire.studies.labels import Named, label_ends
+from thinwire.studies.measured import ADAMW, NOTHING, OURS, RATES, cells, curves, link_words
+from thinwire.studies.study import Claim, Finding, Study
+from thinwire.studies.trials import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TARGETS = (2.0, 1.8)
+_TICKS = (100, 200, 500, 1000, 2000, 5000, 10_000)
+_READING = (
+    "Two hosts with a CPU core each, joined by real sockets over links of the stated rate and round trip (`unshaped`:"
+    " the machine's own, some 26 Gbit/s). Seconds are steps to the loss, at the learning rate that gets there first, "
+    "times the lab's median seconds of a step on the link. A synchronous method's steps do not depend on its link, so"
+    " they come from training two replicas on a GPU; no run was trained to its end on a shaped link. A link of 10 "
+    "Gbit/s, more than two hosts to a loss, and steps on GPUs are not measured."
+)
+
+
+def times(results: Path, target: float) -> dict[tuple[str, str], float]:
+    """Seconds to the target by method and link, of all that get there."""
+    found, measured = curves(results, target), cells(results)
+    known = {key: seconds_to(found[key[0]].curve, cell, target) for key, cell in measured.items() if key[0] in found}
+    return {key: seconds for key, seconds in known.items() if seconds is not None}
+
+
+def _find(rows: Sequence[Row], results: Path) -> Finding:
+    measured = cells(results)
+    if not measured:
+        return Finding(NOTHING)
+    parts, claims = [_READING], []
+    for target in TARGETS:
+        best = {name: one.curve for name, one in curves(results, target).items()}
+        known = {name: curve for name, curve in best.items() if curve.steps_to(target) is not None}
+        never = f"Not within the steps of the curves: {', '.join(name for name in best if name not in known) or 'none'}."
+        steps = f"Steps to it (learning rate; seeds): {', '.join(_steps(known[name], target) for name in known)}."
+        parts += [f"**Seconds to a validation loss of {target:g}**", loss_table(list(measured.values()), known, target)]
+        parts += [f"{steps} {never}"]
+        claims += _claims(times(results, target), target)
+    return Finding("\n\n".join(parts), claims)
+
+
+def _steps(curve: Curve, target: float) -> str:
+    return f"{curve.method} {curve.steps_to(target):.0f} ({curve.lr:g}; {len(curve.ends)})"
+
+
+def _claims(found: dict[tuple[str, str], float], target: float) -> list[Claim]:
+    claims = []
+    for link in RATES:
+        mine = [(seconds, name) for (name, where), seconds in found.items() if where == link and name in OURS]
+        peers = [(seconds, name) for (name, where), seconds in found.items() if where == link and name not in OURS]
+        if mine and peers:
+            (own, name), (other, peer) = min(mine), min(peers)
+            text = f"{link_words(link)}, DeMo reaches {target:g} before every peer: {name} after {own:,.0f} s"
+            claims.append(Claim(f"{text}, the first peer, {peer}, after {other:,.0f} s", own < other))
+    slowest = next(iter(RATES))
+    mine = [(seconds, name) for (name, where), seconds in found.items() if where == slowest and name in OURS]
+    if mine and (ADAMW, slowest) in found:
+        own, name = min(mine)
+        times_faster = found[ADAMW, slowest] / own
+        text = f"{link_words(slowest)}, DeMo reaches {target:g} at least 10 times sooner than AdamW: {name}"
+        text += f", {times_faster:.0f} times"
+        claims.append(Claim(text, times_faster >= 10))
+    return claims
+
+
+def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+    by_target = {target: found for target in TARGETS if (found := times(results, target))}
+    # A method has one style in all figures.
+    names = list(dict.fromkeys(name for found in by_target.values() for name, _ in found))
+    figures = {}
+    for target, found in by_target.items():
+        page = Page(2, height=4.8)
+        for axes, delay in zip(page.panels, ("", ",80ms"), strict=True):
+            _draw_panel(axes, {key: seconds for key, seconds in found.items() if key[1].endswith(delay)}, names, delay)
+            where = "round trip 80 ms" if delay else "no delay"
+            axes.set_title(f"To a loss of {target:g}, 2 hosts, {where}", loc="left", fontsize=10)
+        page.save(folder / f"time_to_{target:g}.png")
+        figures[f"time_to_{target:g}.png"] = f"Seconds to a validation loss of {target:g} against the rate of the link."
+    return figures
+
+
+def _draw_panel(axes: "Axes", found: dict[tuple[str, str], float], names: Sequence[str], delay: str) -> None:
+    """A line per method; DeMo's are thicker."""
+    axes.set_yscale("log")
+    ends = []
+    for index, name in enumerate(names):
+        points = [(float(rate), found[name, link + delay]) for link, rate in RATES.items() if (name, link + delay) in found]
+        if points:
+            line(axes, points, "", index)
+            axes.lines[-1].set_linewidth(3.0 if name in OURS else 1.2)
+            ends.append(Named(*max(points), name, index))
+    logarithmic(axes, list(RATES.values()))
+    room_for_labels(axes, 0.4)
+    axes.set_ylim(100, 15_000)
+    axes.set_yticks(_TICKS, [f"{tick:,}" for tick in _TICKS])
+    axes.minorticks_off()
+    title(axes, "", "link (Mbit/s)", "seconds of training")
+    label_ends(axes, ends)
+
+
+STUDY = Study(
+    "q12",
+    "Time to a loss",
+    "End to end, is it faster? Seconds of training to a fixed loss on links of stated speed, per method.",
+    find=_find,
+    draw=_draw,
+)

@@ -1,0 +1,122 @@
+"""q13: where an iteration's time goes, and whether the compressor eats the gain: on CPU cores and links, and on a GPU."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from thinwire.lab.figure import draw_breakdown
+from thinwire.lab.rows import Cell
+from thinwire.studies.measured import ADAMW, DEMO, NOTHING, RATES, cells, link_words
+from thinwire.studies.results import stored
+from thinwire.studies.study import Claim, Finding, Study, table
+from thinwire.studies.trials import Row
+
+_LINKS = ("unshaped", *reversed(RATES))
+_SHOWN = (DEMO, "demo-after", "demo-muon", "published-code", ADAMW, "powersgd", "topk", "signsgd", "qsgd")
+_COLUMNS = ("forward", "backward", "encode", "exposed", "apply", "other")
+_SHAPES, _TOPK = "1b", 32
+_ADAMW_STEP, _OURS_STEP, _PUBLISHED_STEP = "AdamW fused", "thinwire triton", "published DeMo"
+_READING = (
+    "Milliseconds of a step of `gpt-10m` with two hosts, a CPU core each, on the lab's links: means over steps and hosts. "
+    "*Hidden* is exchange that ran while backward did, *exposed* what was waited for; *apply* is decoding and the update. "
+    "For AdamW and PowerSGD, encoding is a part of *backward* and *exposed*, since it happens inside DDP and its hooks, and "
+    "the update is *other*. All parts but *hidden* add up to the mean step."
+)
+_GPU = (
+    "**On a GPU** (H200, the paper's 1B model of 1,177 M parameters, k 32, milliseconds of the local step, no network). "
+    "Decoding grows with the number of payloads; the update is a part of it."
+)
+
+
+def compressor_seconds(cell: Cell) -> float:
+    """What making, reading and applying messages takes."""
+    return cell.parts["encode"] + cell.parts["apply"] + cell.parts["other"]
+
+
+def _find(rows: Sequence[Row], results: Path) -> Finding:
+    measured, steps = cells(results), stored(results, "step")
+    parts, claims = [], list[Claim]()
+    if measured:
+        parts += [_READING, _table(measured)]
+        claims += _link_claims(measured)
+    if steps:
+        parts += [_GPU, _gpu_table(steps)]
+        claims += _gpu_claims(steps)
+    return Finding("\n\n".join(parts) or NOTHING, claims)
+
+
+def _table(measured: Mapping[tuple[str, str], Cell]) -> str:
+    lines = []
+    for link in _LINKS:
+        for name in _SHOWN:
+            if cell := measured.get((name, link)):
+                values = [*(cell.parts[part] for part in _COLUMNS), cell.hidden]
+                lines.append([link, name, f"{1e3 * cell.seconds:,.0f}", *(f"{1e3 * value:,.0f}" for value in values)])
+    return table(("link", "method", "step (median)", *_COLUMNS, "hidden"), lines)
+
+
+def _link_claims(measured: Mapping[tuple[str, str], Cell]) -> list[Claim]:
+    claims = []
+    for link in _LINKS:
+        demo, adamw = measured.get((DEMO, link)), measured.get((ADAMW, link))
+        if demo is None or adamw is None:
+            continue
+        cost = compressor_seconds(demo) - compressor_seconds(adamw)
+        saved = adamw.parts["exposed"] - demo.parts["exposed"]
+        text = f"{link_words(link)}, demo's compressor saves more waiting than it costs: {1e3 * saved:,.0f} ms saved"
+        claims.append(Claim(f"{text}, {1e3 * cost:,.0f} ms more than AdamW's update", saved > cost))
+    known = [(cell, link) for link in _LINKS if (cell := measured.get((DEMO, link)))]
+    if known:
+        worst, link = max(known, key=lambda pair: compressor_seconds(pair[0]) / pair[0].compute)
+        share = compressor_seconds(worst) / worst.compute
+        text = f"encoding, decoding and the update take demo less than a third of forward and backward: {100 * share:.0f} %"
+        claims.append(Claim(f"{text} at most, {link_words(link)}", share < 1 / 3))
+    return claims
+
+
+def _gpu_rows(steps: Sequence[Row]) -> list[Row]:
+    wanted = (_ADAMW_STEP, _OURS_STEP, _PUBLISHED_STEP)
+    mine = [row for row in steps if row["shapes"] == _SHAPES and row["contender"] in wanted and row["topk"] in (None, _TOPK)]
+    return sorted(mine, key=lambda row: (wanted.index(row["contender"]), row["replicas"] or 0))
+
+
+def _gpu_table(steps: Sequence[Row]) -> str:
+    lines = []
+    for row in _gpu_rows(steps):
+        split = [f"{row['parts_ms'][part]:.2f}" if part in row["parts_ms"] else "" for part in ("encode", "decode")]
+        lines.append([row["contender"], str(row["replicas"] or ""), f"{row['median_ms']:.2f}", *split])
+    return table(("step", "replicas", "in all", "encode", "decode and update"), lines)
+
+
+def _gpu_claims(steps: Sequence[Row]) -> list[Claim]:
+    known = {(row["contender"], row["replicas"]): row["median_ms"] for row in _gpu_rows(steps)}
+    adamw, claims = known.get((_ADAMW_STEP, None)), []
+    for (name, replicas), mine in known.items():
+        if adamw is not None and name == _OURS_STEP:
+            text = "on a GPU, encode, decode and update take no longer than fused AdamW's update alone"
+            text += f" with {replicas} payload{'s' if replicas > 1 else ''}"
+            claims.append(Claim(f"{text}: {mine:.1f} ms against {adamw:.1f} ms", mine <= adamw))
+    published, alone = known.get((_PUBLISHED_STEP, 1)), known.get((_OURS_STEP, 1))
+    if published is not None and alone is not None:
+        text = f"published DeMo's step takes at least 10 times as long: {published:.0f} ms, {published / alone:.0f} times"
+        claims.append(Claim(text, published >= 10 * alone))
+    return claims
+
+
+def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+    measured = cells(results)
+    figures = {}
+    for link, rate in RATES.items():
+        chosen = [measured[name, link] for name in _SHOWN if (name, link) in measured]
+        if chosen:
+            draw_breakdown(chosen, folder / f"breakdown_{link}.png", f"Where a step's time goes: {rate} Mbit/s, 2 hosts")
+            figures[f"breakdown_{link}.png"] = f"Where a step's time goes at {rate} Mbit/s, two hosts."
+    return figures
+
+
+STUDY = Study(
+    "q13",
+    "Where the time goes",
+    "Where does an iteration's time go, and does the compressor eat the gain?",
+    find=_find,
+    draw=_draw,
+)

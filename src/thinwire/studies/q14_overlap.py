@@ -1,0 +1,123 @@
+"""q14: does overlap make compression pointless? With and without it, for DDP and for DeMo."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from thinwire.lab.rows import Cell
+from thinwire.planner.link_spec import UNSHAPED
+from thinwire.studies.figure import Page, line, logarithmic, room_for_labels, title
+from thinwire.studies.labels import Named, label_ends
+from thinwire.studies.measured import ADAMW, DEMO, DEMO_AFTER, NOTHING, RATES, cells, link_words
+from thinwire.studies.study import Claim, Finding, Study, table
+from thinwire.studies.trials import Row
+
+_READING = (
+    "Seconds per step of `gpt-10m`, two hosts with a CPU core each, medians. `demo` sends while backward runs, `demo-after` "
+    "sends when it is over (and clips gradients, which takes some milliseconds). DDP overlaps by itself: **DDP without "
+    "overlap was not measured**. In its place are two computed columns. *Without*: what is not waiting, and then all bytes "
+    "at the measured rate of the link. *Perfect*: the longer of the two, so that everything hides that can; no DDP can be "
+    "faster with these bytes. Neither counts round trips."
+)
+
+
+def wire_seconds(cell: Cell) -> float:
+    """How long the bytes of a step take on the link, at the rate that was measured, round trips not counted."""
+    assert cell.measured_bits is not None
+    return 8 * cell.meter_sent / cell.measured_bits
+
+
+def local_seconds(cell: Cell) -> float:
+    """All of a step that is not waiting for the network."""
+    return max(0.0, cell.seconds - cell.parts["exposed"])
+
+
+def without_overlap(cell: Cell) -> float:
+    """A step that sends only when all else is done."""
+    return local_seconds(cell) + wire_seconds(cell)
+
+
+def perfect_overlap(cell: Cell) -> float:
+    """A step in which everything hides that can."""
+    return max(local_seconds(cell), wire_seconds(cell))
+
+
+def _links(measured: Mapping[tuple[str, str], Cell]) -> list[str]:
+    names = dict.fromkeys(link for _, link in measured)
+    return [
+        link for link in names if link != UNSHAPED and all((name, link) in measured for name in (DEMO, DEMO_AFTER, ADAMW))
+    ]
+
+
+def _find(rows: Sequence[Row], results: Path) -> Finding:
+    measured = cells(results)
+    links = _links(measured)
+    if not links:
+        return Finding(NOTHING)
+    lines = []
+    for link in links:
+        adamw, demo, after = (measured[name, link] for name in (ADAMW, DEMO, DEMO_AFTER))
+        values = (without_overlap(adamw), adamw.seconds, perfect_overlap(adamw), after.seconds, demo.seconds, demo.hidden)
+        lines.append([link, *(f"{value:.2f}" for value in values), f"{demo.parts['exposed']:.2f}"])
+    heads = ("link", "DDP: without (computed)", "DDP (measured)", "DDP: perfect (computed)", "DeMo: after", "DeMo: overlap")
+    text = f"{_READING}\n\n{table((*heads, 'hidden', 'exposed'), lines)}"
+    return Finding(text, _claims(measured, links))
+
+
+def _claims(measured: Mapping[tuple[str, str], Cell], links: Sequence[str]) -> list[Claim]:
+    claims = []
+    for link in (link for link in RATES if link in links):
+        after, bound = measured[DEMO_AFTER, link].seconds, perfect_overlap(measured[ADAMW, link])
+        text = f"{link_words(link)}, DeMo without overlap is faster than DDP with perfect overlap"
+        text += f": {after:.2f} s against {bound:.2f} s"
+        claims.append(Claim(text, after < bound))
+    saved = {link: measured[DEMO_AFTER, link].seconds - measured[DEMO, link].seconds for link in links}
+    slower = [link for link in links if saved[link] <= 0]
+    text = f"overlap shortens DeMo's step on every link, by up to {1e3 * max(saved.values()):.0f} ms"
+    claims.append(Claim(text + (f"; not on {', '.join(slower)}" if slower else ""), not slower))
+    slowest = next((link for link in RATES if link in links), None)
+    if slowest is not None:
+        saving = 1 - perfect_overlap(measured[ADAMW, slowest]) / without_overlap(measured[ADAMW, slowest])
+        text = (
+            f"{link_words(slowest)}, overlap cannot shorten DDP's step by more than a tenth: by {100 * saving:.1f} % at best"
+        )
+        claims.append(Claim(text, saving <= 0.1))
+    return claims
+
+
+def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+    measured = cells(results)
+    links = [link for link in RATES if link in _links(measured)]
+    if not links:
+        return {}
+    kinds = {
+        "DDP, without (computed)": lambda link: without_overlap(measured[ADAMW, link]),
+        "DDP (measured)": lambda link: measured[ADAMW, link].seconds,
+        "DDP, perfect (computed)": lambda link: perfect_overlap(measured[ADAMW, link]),
+        "DeMo, without": lambda link: measured[DEMO_AFTER, link].seconds,
+        "DeMo, with": lambda link: measured[DEMO, link].seconds,
+    }
+    page = Page(2, height=4.4, width=6.2)
+    for axes, delay in zip(page.panels, ("", ",80ms"), strict=True):
+        ends = []
+        axes.set_yscale("log")
+        for index, (name, seconds) in enumerate(kinds.items()):
+            points = [(float(RATES[link]), seconds(link + delay)) for link in links if (ADAMW, link + delay) in measured]
+            line(axes, points, "", index)
+            ends.append(Named(*max(points), name, index))
+        logarithmic(axes, list(RATES.values()))
+        room_for_labels(axes, 0.5)
+        axes.set_yticks([0.5, 1, 2, 5, 10, 20, 50], ["0.5", "1", "2", "5", "10", "20", "50"])
+        axes.minorticks_off()
+        title(axes, f"Overlap, {'round trip 80 ms' if delay else 'no delay'}, 2 hosts", "link (Mbit/s)", "seconds per step")
+        label_ends(axes, ends)
+    page.save(folder / "overlap.png")
+    return {"overlap.png": "Seconds per step with and without overlap, against the rate of the link."}
+
+
+STUDY = Study(
+    "q14",
+    "Overlap",
+    "Does overlap make compression pointless? With and without overlap, for DDP and for DeMo.",
+    find=_find,
+    draw=_draw,
+)

@@ -1,0 +1,118 @@
+"""q16: all-reduce or gossip, and what "decentralised" means here: what each exchange needs, and what it was seen to receive.
+
+The page for readers is docs/decentralised.md.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from thinwire.exchange.choice import ALL_GATHER, HIERARCHICAL, OWNER
+from thinwire.studies.figure import Page, line, logarithmic, room_for_labels, title
+from thinwire.studies.labels import Named, label_ends
+from thinwire.studies.results import stored
+from thinwire.studies.study import Claim, Finding, Study, table
+from thinwire.studies.trials import Row
+
+_ELASTIC = "elastic"
+_NEEDS = {
+    ALL_GATHER: (
+        "everyone's payload to everyone",
+        "every replica, every step",
+        "the others stop within the deadline, unchanged, and name it",
+    ),
+    OWNER: (
+        "each replica combines a part of the chunks for all: an all-to-all, then an all-gather",
+        "every replica, twice a step",
+        "as above; what it had left over as an owner is lost with it",
+    ),
+    HIERARCHICAL: (
+        "whole gradients inside an island, payloads between islands",
+        "its island, and its counterpart in every other island, every step",
+        "all islands stop; after a loss while parameters are gathered, go on from a checkpoint",
+    ),
+    _ELASTIC: (
+        "as all_gather or owner, between those who are there",
+        "every replica of the last meeting, every step; the lighthouse when someone is lost, comes, or every 30 s",
+        "the others meet and take the step again, if more than half are left; it may come back",
+    ),
+}
+_READING = (
+    "No exchange is gossip: replicas that train together all take the same step. None is an all-reduce of gradients "
+    "either, but inside islands: payloads are gathered, and everyone adds them up by itself in the same order, or "
+    "owners do for all. Received bytes are those of `optimizer.traffic` in a step of two layers of 1,024 x 1,024, per"
+    " rank, from other replicas or other islands: gloo processes up to 8 ranks, threads of one process for more; "
+    "islands of 2 ranks, and of 8 among 64. An elastic transport moves what its exchange does, and was not measured "
+    "apart. What it all means is told in `docs/decentralised.md`."
+)
+
+
+def _find(rows: Sequence[Row], results: Path) -> Finding:
+    measured = stored(results, "received_bytes")
+    numbers = sorted({row["ranks"] for row in measured})
+    found = {(row["exchange"], row["ranks"]): row for row in measured}
+    lines = []
+    for exchange, words in _NEEDS.items():
+        known = [found.get((exchange, number)) for number in numbers]
+        lines.append([exchange, *words, *("" if row is None else f"{row['received'] / 1e3:,.1f}" for row in known)])
+    heads = ("exchange", "what moves", "what a replica must reach", "when one is gone")
+    text = table((*heads, *(f"kB received, {number} ranks" for number in numbers)), lines, len(heads))
+    inside = [row["inside_received"] / 1e6 for row in measured if row["inside_received"]]
+    if inside:
+        text += f"\n\nInside its island a rank receives {min(inside):.1f} to {max(inside):.1f} MB besides, over fast links."
+    return Finding(f"{_READING}\n\n{text}", _claims(measured) if measured else ())
+
+
+def _claims(measured: Sequence[Row]) -> list[Claim]:
+    gathered = [row for row in measured if row["exchange"] == ALL_GATHER]
+    owned = sorted((row["ranks"], row["received"]) for row in measured if row["exchange"] == OWNER)
+    claims = [
+        Claim(
+            "in an all-gather a replica receives exactly the payloads of all others, R - 1 of them",
+            bool(gathered) and all(row["received"] == (row["replicas"] - 1) * row["payload"] for row in gathered),
+        ),
+        Claim(
+            "what a replica sends in an all-gather does not depend on how many there are",
+            len({row["sent"] for row in gathered}) == 1,
+        ),
+    ]
+    if len(owned) > 1:
+        (few, little), (many, much) = owned[0], owned[-1]
+        text = f"with owners, {many} replicas receive less than 3 times what {few} do: {much / little:.1f} times"
+        claims.append(Claim(text, much < 3 * little))
+    crossing = [
+        row["ranks"]
+        for row in sorted(gathered, key=lambda row: row["ranks"])
+        if any(number == row["ranks"] and received < row["received"] for number, received in owned)
+    ]
+    text = "owners receive fewer bytes than an all-gather brings from 4 replicas on, and not with 2"
+    claims.append(Claim(text, bool(crossing) and min(crossing) == 4))
+    return claims
+
+
+def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+    measured = [row for row in stored(results, "received_bytes") if row["received"]]
+    if not measured:
+        return {}
+    page = Page()
+    (axes,), ends = page.panels, []
+    axes.set_yscale("log")
+    for index, exchange in enumerate(dict.fromkeys(row["exchange"] for row in measured)):
+        points = [(float(row["ranks"]), row["received"] / 1e3) for row in measured if row["exchange"] == exchange]
+        line(axes, points, "", index)
+        ends.append(Named(*max(points), exchange, index))
+    logarithmic(axes, sorted({row["ranks"] for row in measured}))
+    axes.set_yticks([10, 100, 1000], ["10", "100", "1,000"])
+    room_for_labels(axes)
+    title(axes, "Received in a step, two layers of 1,024 x 1,024", "ranks", "kB received per rank and step")
+    label_ends(axes, ends)
+    page.save(folder / "received.png")
+    return {"received.png": "What a rank receives in a step from other replicas, or from other islands."}
+
+
+STUDY = Study(
+    "q16",
+    "Decentralised",
+    "All-reduce or gossip: what does decentralised mean here, what must each replica reach, and what if one is gone?",
+    find=_find,
+    draw=_draw,
+)
