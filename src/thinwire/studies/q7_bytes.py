@@ -192,9 +192,8 @@ def _words(reading: Reading) -> str:
     ]
     if reading.adamw_local is not None:
         times = ", ".join(f"{_milli(reading.adamw_linked(link))} ms over {name}" for name, link in _LINKS.items())
-        parts.append(
-            f"AdamW with gradients in bfloat16: {_milli(reading.adamw_local)} ms alone, {times}; its exchange hides behind nothing either."
-        )
+        alone = f"AdamW with gradients in bfloat16: {_milli(reading.adamw_local)} ms alone"
+        parts.append(f"{alone}, {times}; its exchange hides behind nothing either.")
     if not reading.losses:
         parts.append("There are no losses of q4 and q5 for this size of model yet.")
     return " ".join(parts)
