@@ -192,7 +192,8 @@ def _words(reading: Reading) -> str:
     ]
     if reading.adamw_local is not None:
         times = ", ".join(f"{_milli(reading.adamw_linked(link))} ms over {name}" for name, link in _LINKS.items())
-        parts.append(f"AdamW with gradients in bfloat16: {_milli(reading.adamw_local)} ms alone, {times}.")
+        alone = f"AdamW with gradients in bfloat16: {_milli(reading.adamw_local)} ms alone"
+        parts.append(f"{alone}, {times}; its exchange hides behind nothing either.")
     if not reading.losses:
         parts.append("There are no losses of q4 and q5 for this size of model yet.")
     return " ".join(parts)
@@ -253,10 +254,8 @@ def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
         logarithmic(axes, TOPKS)
         room_for_labels(axes, 0.42)
     page.save(folder / "bytes.png")
-    return {
-        "bytes.png": "What a replica sends and receives in a step, how long a step takes, and the last validation loss, all "
-        "against k."
-    }
+    loss = ", and the last validation loss" if reading.losses else ""
+    return {"bytes.png": f"What a replica sends and receives in a step, how long a step takes{loss}, all against k."}
 
 
 def _draw_bytes(page: Page, reading: Reading) -> None:
