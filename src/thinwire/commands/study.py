@@ -125,7 +125,8 @@ def _run(asked: RunCommand, console: Console) -> int:
         folder, num_done, left = folder_for(asked.results, study.name, device, asked.anew), 0, 0
         with Progress(*columns, console=console, transient=True) as progress:
             bar = progress.add_task(f"{study.name} {study.title}", total=None)
-            for row, left in run_study(study, asked.size, folder, device, asked.at_once, deadline):
+            at_once = 1 if study.alone else asked.at_once
+            for row, left in run_study(study, asked.size, folder, device, at_once, deadline):
                 num_done += 1
                 progress.update(bar, completed=num_done, total=num_done + left)
                 loss = "failed" if row["loss"] is None else f"{row['loss']:.4f}"

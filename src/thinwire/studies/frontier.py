@@ -14,7 +14,7 @@ from thinwire.studies.q11_compressors import standings
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, text_trial
 from thinwire.studies.study import FULL, SIZES, SMALL, Claim, Finding, Study, table
 from thinwire.studies.trials import Row, Trial
-from thinwire.studies.tuning import Contender, Outcome, due, outcomes
+from thinwire.studies.tuning import SEEDS, Contender, Outcome, due, outcomes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +49,7 @@ def _contenders(size: str) -> list[Contender]:
 
 
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
-    return due(_contenders(size), rows, size)
+    return due(_contenders(size), rows, size, SEEDS if size == FULL else SEEDS[:1])
 
 
 @dataclass(frozen=True)

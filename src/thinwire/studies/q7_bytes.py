@@ -302,4 +302,5 @@ STUDY = Study(
     find=_find,
     plan=_plan,
     draw=_draw,
+    alone=True,
 )

@@ -48,7 +48,8 @@ class Study:
     """``plan`` names the trials of a size that are due, knowing the rows so far; it is asked again until nothing new is
     due, so that a learning rate can be tuned first. ``find`` reads the rows of one folder; ``draw`` writes figures into that
     folder and returns their names with a caption each. Both also get the folder of all results: a study without trials of
-    its own reads the rows of others there (`thinwire.studies.results.stored`)."""
+    its own reads the rows of others there (`thinwire.studies.results.stored`). ``alone``: it measures times, which trainings
+    at the same time would spoil."""
 
     name: str
     title: str
@@ -56,6 +57,7 @@ class Study:
     find: Callable[[Sequence[Row], Path], Finding]
     plan: Callable[[str, Sequence[Row]], list[Trial]] = _nothing_due
     draw: Callable[[Sequence[Row], Path, Path], dict[str, str]] = _no_figures
+    alone: bool = False
 
     @property
     def has_trials(self) -> bool:
