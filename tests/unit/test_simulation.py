@@ -29,13 +29,13 @@ def configured(**settings: Any) -> TrainConfig:
     return override(recipes.build("quickstart", settings.get("optimizer", "demo")), {**SMALL, **settings}, "test")
 
 
-def real(config: TrainConfig, num_replicas: int) -> dict[str, Tensor]:
-    """The parameters after some steps of real optimizers, one in each thread."""
+def real(config: TrainConfig, num_replicas: int) -> tuple[dict[str, Tensor], int]:
+    """The parameters after some steps of real optimizers, one in each thread, and what a replica sent in the last."""
     data = load_data(config)
     seed_everything(config.run.seed)
     first = build_model(config, sizes_of(data)).state_dict()
 
-    def train(transport: LoopbackTransport) -> dict[str, Tensor]:
+    def train(transport: LoopbackTransport) -> tuple[dict[str, Tensor], int]:
         model = build_model(config, sizes_of(data)).train()
         model.load_state_dict(first)
         method = build_method(config.optim, model, model, transport)
@@ -47,7 +47,7 @@ def real(config: TrainConfig, num_replicas: int) -> dict[str, Tensor]:
             method.after_backward(config.optim.clip)
             method.step()
         method.drain()
-        return model.state_dict()
+        return model.state_dict(), method.traffic.last_step.sent_bytes
 
     return run_replicas(train, num_replicas)[0]
 
@@ -58,6 +58,7 @@ def real(config: TrainConfig, num_replicas: int) -> dict[str, Tensor]:
         {},
         {"update": "sign", "topk": 8, "values": "float32", "combine": "mean_over_replicas", "weight_decay": 0.1},
         {"update": "adamw", "lr": 1e-3},
+        {"update": "sgd", "lr": 1e-1},
         {"update": "lion", "lr": 1e-3, "delay": 1},
         {"rest_update": "adamw", "rest_lr": 2e-3, "weight_decay": 0.1},
         {"exchange": "owner"},
@@ -68,18 +69,19 @@ def real(config: TrainConfig, num_replicas: int) -> dict[str, Tensor]:
 )
 def test_a_simulation_has_the_bits_of_real_replicas(settings: dict[str, Any]) -> None:
     config = configured(**settings)
-    wanted = real(config, 4)
+    wanted, sent_bytes = real(config, 4)
     simulation = Simulation(config, 4, CPU)
     for _ in range(STEPS):
         simulation.take_step()
     simulation.score()
     for name, value in simulation.model.state_dict().items():
         assert torch.equal(value, wanted[name]), name
+    assert simulation.method.sent_bytes == sent_bytes
 
 
 def test_averaged_optimizers_see_the_mean_gradient() -> None:
     config = configured(optimizer="adamw", clip=0.0)
-    wanted = real(config, 1)
+    wanted, _ = real(config, 1)
     simulation = Simulation(config, 4, CPU)
     for _ in range(STEPS):
         simulation.take_step()

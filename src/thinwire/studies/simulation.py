@@ -24,6 +24,7 @@ from thinwire.exchange.transport import SoloTransport
 from thinwire.local_step import Encoding, LocalStep
 from thinwire.optimizer import DeMo
 from thinwire.ownership import OwnedStack
+from thinwire.planner import owners as planned_owners
 from thinwire.planning import group_step
 from thinwire.routes import for_answers
 from thinwire.slabs import LocalTensor
@@ -42,7 +43,7 @@ from thinwire.wire.payload import PROBLEM_WORD
 
 _CALM = Weather()
 _TROUBLE = "a gradient has NaN or Inf in it: the training has failed"
-# From so many replicas on, one batched pass takes less time than a pass for each, on a GPU.
+# On a GPU both take the same time for 8 replicas (benchmarks/simulator_speed.py); with more, each pass has less to do.
 _LEAST_BATCHED = 16
 
 Watcher = Callable[[int, LocalStep], None]
@@ -158,8 +159,11 @@ class VirtualReplicas:
 
     @property
     def sent_bytes(self) -> int:
-        """Of one replica, per step: its payload to each of the others, as a ring brings it there."""
-        return self.optimizer.plan.payload_bytes
+        """Of one replica, per step, as `DeMo.traffic` counts it: its payload, or slices to all owners and its answer."""
+        if self.owner is None:
+            return self.optimizer.plan.payload_bytes
+        sizes = planned_owners.sizes_of(self.optimizer.plan, self._num_replicas, self.owner.topk)
+        return sizes.slice_bytes * (self._num_replicas - 1) + sizes.answer_bytes
 
     def take_step(self, gradients: Gradients, step: int, lr_share: float) -> None:
         """Let all replicas that are there send, and apply what is due."""
@@ -181,7 +185,7 @@ class VirtualReplicas:
         local, room = self.replicas[replica], self._rooms[replica]
         room.reset()
         if "torch" in local.backends:
-            _check_finite([local.gradient for local in local.tensors])
+            _check_finite([tensor.gradient for tensor in local.tensors])
         local.encode_(self._bucket, groups, room)
         if is_lost:
             local.keep_units(room)
@@ -212,6 +216,7 @@ class VirtualOwner:
     """The owners of all chunks."""
 
     def __init__(self, plan: ExchangePlan, tensors: Sequence[LocalTensor], topk: int | None, backend: str) -> None:
+        self.topk = topk
         answers = with_owners(plan, topk).answers
         assert answers is not None
         (self._bucket,) = answers.buckets
