@@ -31,7 +31,7 @@ NOT_RUN = {
 }
 PYTHON_NOT_RUN = {"README.md": "test_readme.py runs it under torchrun"}
 # Pages whose Python needs several ranks.
-RANKS = {"docs/sharding.md": 4}
+RANKS = {"docs/migration.md": 2, "docs/sharding.md": 4}
 # What makes trainings short: options that come after those of the page. The first line that fits counts.
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--batch", "8", "--steps", "1", "--eval-examples", "8"]
 TINY += ["--sample-tokens", "4", "--no-tensorboard", "--threads", "1", "--warmup-steps", "0"]

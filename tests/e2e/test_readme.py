@@ -28,19 +28,6 @@ def test_the_shortest_script_trains_under_torchrun(tmp_path: Path) -> None:
     assert abs(sent / 1000 - stated) < 0.1
 
 
-def test_links_lead_somewhere() -> None:
-    for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
-        text = document.read_text()
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
-            assert (document.parent / target).exists(), f"{document.name} links to {target}"
-
-
-def test_commands_in_the_readme_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"make ([a-z-]+)", README):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target} is not in the Makefile"
-
-
 def test_the_wire_module_runs() -> None:
     done = subprocess.run([sys.executable, "-m", "thinwire.wire"], capture_output=True, text=True, timeout=120, check=True)
     assert "| 32 | elias_fano | 9.00 | 8.32 |" in done.stdout
