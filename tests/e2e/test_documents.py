@@ -44,6 +44,8 @@ SHORTER = {
     r"thinwire train .*--dataset ": TINY_TEXT,
     r"(thinwire|torchrun .* -m thinwire) train ": [*TINY_TEXT, "--dataset", argparse.__file__],
 }
+# Where a page shows the output, only what it leaves out is shortened.
+UNSEEN = ["--eval-examples", "8", "--sample-tokens", "0", "--no-tensorboard", "--threads", "1"]
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 COMMANDS = [command for block in BLOCKS for command in commands_of(block)]
 
@@ -53,8 +55,8 @@ def is_left_out(command: Command) -> bool:
 
 
 def shorter(command: Command) -> list[str]:
-    if command.block.language == "console":
-        return []
+    if command.output is not None:
+        return UNSEEN if command.words[1] == "train" else []
     return next((options for pattern, options in SHORTER.items() if re.match(pattern, command.text)), [])
 
 
