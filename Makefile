@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# The quickstart needs the program alone, which installs in half the time.
+# The quickstart needs the program alone: half as many packages.
 RUNS := $(VENV)/.runs
 # bfloat16 matrix products stop with SIGILL on some CPUs unless oneDNN is kept from their newest instructions.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
@@ -16,6 +16,7 @@ help:  ## this list
 $(STAMP): EXTRA := dev
 $(RUNS): EXTRA := train
 $(STAMP) $(RUNS): pyproject.toml constraints.txt
+	@echo "installing into $(VENV); the first time that takes a few minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[$(EXTRA)]"

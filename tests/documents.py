@@ -19,7 +19,12 @@ from tests.cli import free_port, replicas, torchrun_sets
 from tests.ranks import forkserver
 
 ROOT = Path(thinwire.__file__).parent.parent.parent
-PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+]
 LANGUAGES = ("python", "bash", "console", "text")
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 # What differs from run to run and from machine to machine: losses, clocks, speeds and shares of time.
@@ -87,7 +92,9 @@ def run_command(command: Command, appended: Sequence[str], folder: Path) -> str:
         if target:
             (folder / target[0]).write_text(done.stdout)
     else:
-        done = subprocess.run(["bash", "-c", command.text], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            ["bash", "-c", command.text], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        )
     assert done.returncode == 0, f"{command.block}: {command.text}\n{done.stdout}{done.stderr}"
     return done.stdout
 

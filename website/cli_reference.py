@@ -27,9 +27,9 @@ COMMANDS: dict[str, type] = {
 }
 _HEAD = """# Command line
 
-All options of all commands, as `--help` has them. This page is written by `make docs` from the commands themselves, and a test
-compares the two. The defaults of `thinwire train` are those of its recipe `quickstart`; `thinwire train RECIPE --help` has
-another's. An option that is on or off can be turned off with `--no-` before its name.
+All options of all commands, as `--help` has them. This page is written by `make docs` from the commands themselves, and a
+test compares the two. The defaults of `thinwire train` are those of its recipe `quickstart`; `thinwire train RECIPE --help`
+has another's. An option that is on or off can be turned off with `--no-` before its name.
 """
 
 

@@ -1,8 +1,8 @@
 """Lay the site's sources out in build/docs: the pages of docs/, and all that they link to in the rest of the repository.
 
-Documents link to source, tests and results as on a code host. Every file so linked is put under ``repo/``: Markdown as a page,
-source and folders as pages that show them, all else as it is. Links are rewritten to these places. Nothing here knows of the
-program that makes the site.
+Documents link to source, tests and results as on a code host. Every file so linked is put under ``repo/``: Markdown as a
+page, source and folders as pages that show them, all else as it is. Links are rewritten to these places. Nothing here knows
+of the program that makes the site.
 """
 
 import posixpath
@@ -12,7 +12,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 # The target of a link or image, without its anchor; code, fenced or not, is passed over.
-_LINK = re.compile(r"^ *(`{3,}).*?^ *\1$|`(?:[^`\n]|\n(?!\n))*`|(?<=\]\()(?P<target>[^)#\s]+)(?=[)#])", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(
+    r"^ *(`{3,}).*?^ *\1$|`(?:[^`\n]|\n(?!\n))*`|(?<=\]\()(?P<target>[^)#\s]+)(?=[)#])", re.MULTILINE | re.DOTALL
+)
 
 
 def stage(out: Path) -> None:

@@ -182,7 +182,9 @@ def test_the_table_in_the_docs_is_the_one_the_program_prints() -> None:
 def test_the_digest_in_the_docs_is_the_one_that_is_compared() -> None:
     tensors = [TensorSpec("a", (64, 10), "torch.float32", 0), TensorSpec("b", (10,), "torch.float32", 0)]
     plan = make_plan(tensors, [Coding(64, 32, "sign", "adaptive", 4096)])
-    (stated,) = re.findall(r"```text\n(number of tensors.*?)\n```", (ROOT / "docs" / "wire-format.md").read_text(), re.DOTALL)
+    (stated,) = re.findall(
+        r"```text\n(number of tensors.*?)\n```", (ROOT / "docs" / "wire-format.md").read_text(), re.DOTALL
+    )
     assert hashlib.sha256(stated.encode()).digest()[:16] == plan.digest
 
 

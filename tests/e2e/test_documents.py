@@ -1,4 +1,4 @@
-"""Every fenced block of README and docs runs, and shows what comes out; options, names and links are as the documents say."""
+"""Every fenced block of README and docs runs, and shows what comes out."""
 
 import argparse
 import re
@@ -99,7 +99,9 @@ def _run_python_of(page: str, folder: Path) -> None:
     printed = run_python(blocks, RANKS.get(page, 1), folder)
     for block in blocks:
         for value in re.findall(r"^print\(.*\)  # ([\d,.]+)$", block.text, re.MULTILINE):
-            assert value.replace(",", "") in printed.splitlines(), f"{block} says that it prints {value}, but it prints\n{printed}"
+            assert value.replace(",", "") in printed.splitlines(), (
+                f"{block} says that it prints {value}, but it prints\n{printed}"
+            )
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)

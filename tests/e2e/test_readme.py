@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import thinwire
+from thinwire.cli import run
 
 ROOT = Path(thinwire.__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
@@ -26,6 +29,12 @@ def test_the_shortest_script_trains_under_torchrun(tmp_path: Path) -> None:
     assert sent == received
     stated = float(re.search(r"a step sends ([\d.]+) kB", README).group(1))
     assert abs(sent / 1000 - stated) < 0.1
+
+
+def test_the_bytes_it_shows_are_those_that_are_sent(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "quickstart", "--replicas", "2", "--dry-run"]) == 0
+    sent, received = re.search(r"(\S+ kB) sent, (\S+ kB) received", capsys.readouterr().out).groups()
+    assert f"│ this run (demo)     │ {sent} │  {received} │" in README
 
 
 def test_the_wire_module_runs() -> None:
