@@ -16,6 +16,9 @@ _LINK = re.compile(
     r"^ *(`{3,}).*?^ *\1$|`(?:[^`\n]|\n(?!\n))*`|(?<=\]\()(?P<target>[^)#\s]+)(?=[)#])", re.MULTILINE | re.DOTALL
 )
 
+# The search is for what documents say; code and tables of numbers would drown that.
+_UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
+
 
 def stage(out: Path) -> None:
     """Write all pages, and what they need."""
@@ -62,9 +65,8 @@ def _content(path: str) -> str | None:
     """The Markdown that shows a file or folder; None for what is no text."""
     full = ROOT / path
     if full.suffix == ".md":
-        return full.read_text()
-    # The search is for words about the code; the code itself would drown them.
-    heading = f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n"
+        return (_UNSEARCHED if path.startswith("results/") else "") + full.read_text()
+    heading = f"{_UNSEARCHED}# {path}\n\n"
     if full.is_dir():
         names = sorted(entry.name for entry in full.glob("*.py"))
         return heading + "\n".join(f"- [{name}]({full.name}/{name})" for name in names)
