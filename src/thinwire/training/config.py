@@ -148,7 +148,7 @@ class OptimConfig:
     """DeMo: all_gather brings everyone's payload to everyone; with owner each replica combines a part of the chunks for all,
     so that what is received does not grow with their number; auto takes the one that fits."""
     owner_topk: int = 0
-    """DeMo: coefficients per chunk that owners answer with, in an owner exchange; 0: twice topk."""
+    """DeMo: coefficients per chunk that owners answer with, in an owner exchange; 0: eight times topk."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """DeMo: what computes its step: triton (fused kernels, NVIDIA GPUs), torch (any device), or the fastest that runs."""
     overlap: bool = False
