@@ -17,7 +17,7 @@ _RULES: dict[str, dict[str, Any]] = {
 _COMMON: dict[str, Any] = {"combine": "mean_over_replicas", "batch": 64, "warmup_steps": 30, "eval_examples": 512}
 _LONG = {"steps": 600, "eval_every": 100}
 _SHORT = {"steps": 60, "eval_every": 60, "layers": 2, "width": 96, "heads": 2, "mlp_width": 192, "sequence": 64}
-_TIMES = (1, 2, 4, 8, 16)
+_TIMES = (2, 4, 8, 16)
 
 
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
