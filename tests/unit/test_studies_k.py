@@ -12,6 +12,7 @@ from thinwire.planner.links import Link
 from thinwire.studies import q4_why_k, q5_choice_of_k, q6_weight_decay, q7_bytes, q17_values
 from thinwire.studies.figure import Page, line
 from thinwire.studies.payloads import plan_of, topk_for_bytes
+from thinwire.studies.settings import text_trial
 from thinwire.studies.trials import Trial
 from thinwire.studies.tuning import Outcome
 from thinwire.training.recipes import build
@@ -47,7 +48,7 @@ def test_codecs_of_equal_bytes_have_equal_bytes(update: str) -> None:
     cases = [(update, "bytes", values) for values in ("sign", "sign_scale", "int4", "int8", "bfloat16", "float32")]
     topks = [q17_values.topk_of("full", case) for case in cases]
     assert topks == sorted(topks, reverse=True)
-    trials = [Trial("gpt-small", 4, settings={"update": update, "values": case[2]}) for case in cases]
+    trials = [text_trial("full", settings={"update": update, "values": case[2]}) for case in cases]
     sized = [replace(one, settings={**one.settings, "topk": topk}) for one, topk in zip(trials, topks, strict=True)]
     sizes = [plan_of(trial).payload_bytes for trial in sized]
     assert max(sizes) < 1.06 * min(sizes)  # a coefficient more or less of 7 in float32 weighs so much

@@ -82,8 +82,9 @@ class DataConfig:
     """The data."""
 
     dataset: str = "stdlib"
-    """stdlib (the source text of Python's standard library), digits (scikit-learn's images), a text file or folder, a .bin
-    token shard or a folder of them, a folder with one subfolder of images per class, or hf:NAME (Hugging Face datasets)."""
+    """stdlib (the source text of Python's standard library), packages (that of all installed packages, too), digits
+    (scikit-learn's images), a text file or folder, a .bin token shard or a folder of them, a folder with one subfolder of
+    images per class, or hf:NAME (Hugging Face datasets)."""
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json."""
     sequence: int = 256
