@@ -88,6 +88,7 @@ EXTRAS = {
     "training/reporter.py": {"rich"},
     "training/text.py": {"datasets", "tokenizers"},
     "lab/figure.py": {"matplotlib"},
+    "studies/charts.py": {"matplotlib"},
     "studies/figure.py": {"matplotlib"},
     "studies/gradients.py": {"transformers"},
     "lab/worker.py": {"rich"},

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from thinwire.studies.figure import Page, line, logarithmic, room_for_labels, rule, title
+from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, rule, title
 from thinwire.studies.study import SMALL, Claim, Finding, Study, table
 from thinwire.studies.trials import Row, Trial
 from thinwire.studies.tuning import SEEDS
@@ -36,6 +36,8 @@ def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
     return trials
 
 
+# What owners answer with unless they are told otherwise: `owner_topk`.
+_USUAL = 2
 Key = tuple[str, int, int]
 """Rule, replicas, and how many times a sender's coefficients owners answer with; 0 is an all-gather."""
 
@@ -71,10 +73,31 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
                 gap = statistics.mean(mine) - statistics.mean(everyone)
                 text = f"{name} rule, {replicas} replicas, K' = {one} K: within the seeds of an all-gather ({gap:+.3f})"
                 claims.append(Claim(text, min(mine) <= max(everyone)))
-    return Finding(table(("", "all-gather", *(f"owners, K' = {one} K" for one in times)), lines), claims)
+    text = table(("", "all-gather", *(f"owners, K' = {one} K" for one in times)), lines)
+    return Finding(text, claims, _answer(found, cases, times))
 
 
-def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+def _answer(found: dict[Key, list[float]], cases: Sequence[tuple[str, int]], times: Sequence[int]) -> str:
+    """What answers of the usual size cost, and the best ones."""
+    parts = []
+    for name, replicas in cases:
+        everyone = found.get((name, replicas, 0))
+        gaps = {
+            one: statistics.mean(mine) - statistics.mean(everyone)
+            for one in times
+            if everyone and (mine := found.get((name, replicas, one)))
+        }
+        if gaps:
+            best = min(gaps, key=lambda one: gaps[one])
+            usual = f"{gaps[_USUAL]:+.3f} with {_USUAL} K, " if _USUAL in gaps and best != _USUAL else ""
+            parts.append(
+                f"{name} rule, {replicas} replicas: {usual}{gaps[best]:+.3f} with {best} K, the best of those tried"
+            )
+    head = "Beside an all-gather, by the coefficients in an answer, of which DeMo's default is"
+    return f"{head} {_USUAL} K, the loss changes by: {'; '.join(parts)}." if parts else ""
+
+
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     found = _losses(rows)
     names = [name for name in _RULES if any(key[0] == name for key in found)]
     page = Page(len(names))
@@ -91,10 +114,8 @@ def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
         logarithmic(axes, sorted({key[2] for key in found if key[2]}), " K")
         room_for_labels(axes)
         title(axes, f"{name} rule", "coefficients that owners answer with", "validation loss (nats per byte)")
-    page.save(folder / "owners.png")
-    return {
-        "owners.png": "Last validation loss, mean and range of the seeds, against the coefficients in an owner's answer."
-    }
+    caption = "Last validation loss, mean and range of the seeds, against the coefficients in an owner's answer."
+    return {"owners.png": Drawing(page, caption)}
 
 
 STUDY = Study(

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from thinwire.studies.figure import Page, dot, room_for_labels, title
+from thinwire.studies.figure import Drawing, Page, dot, room_for_labels, title
 from thinwire.studies.settings import DENSE_RATES, PILOT, Start, text_trial
-from thinwire.studies.study import FULL, SMALL, Claim, Finding, Study, table
+from thinwire.studies.study import FULL, SMALL, Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row, Trial
 from thinwire.studies.tuning import Contender, Outcome, due, outcomes
 
@@ -93,7 +93,7 @@ def ratio(row: Row) -> float:
 
 
 def _find(rows: Sequence[Row], results: Path) -> Finding:
-    lines, claims = [], []
+    lines, claims, sentences = [], [], []
     for set_up, by_name in _found(rows).items():
         for name, one in by_name.items():
             fewer = f"{ratio(one.rows[0]):.0f} x" if name.startswith("DeMo") else "1 x"
@@ -105,8 +105,14 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
             claims.append(Claim(text, max(demo.losses) < min(adamw.losses)))
             fewer_text = f"{set_up}: it sends at least {_LEAST_RATIO} times fewer bytes ({ratio(demo.rows[0]):.0f} times)"
             claims.append(Claim(fewer_text, ratio(demo.rows[0]) >= _LEAST_RATIO))
+            sentences.append(
+                f"Last loss, {set_up}: {demo.words} with the recipe and {ratio(demo.rows[0]):.0f} times fewer bytes, "
+                f"{adamw.words} with AdamW."
+            )
     heads = ("set-up", "method", "loss", "fewer bytes", "learning rate", "rates tried", "seeds")
-    return Finding(f"{table(heads, lines)}\n\n## All that was tried\n\n{_log(rows)}", claims)
+    lead = verdict(claims, "The recommended recipe does", "The recommended recipe does in part", "None of those tried")
+    answer = f"{lead}. {' '.join(sentences)}" if claims else ""
+    return Finding(f"{table(heads, lines)}\n\n## All that was tried\n\n{_log(rows)}", claims, answer)
 
 
 def _log(rows: Sequence[Row]) -> str:
@@ -127,7 +133,7 @@ def _log(rows: Sequence[Row]) -> str:
     return table(("training", "steps", "batch", "loss"), lines)
 
 
-def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     found = _found(rows)
     if not found:
         return {}
@@ -139,8 +145,7 @@ def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
         axes.set_xticks([])
         room_for_labels(axes, 0.8)
         title(axes, set_up, "", "validation loss (nats per byte)")
-    page.save(folder / "recipe.png")
-    return {"recipe.png": "Last validation loss of every seed, each method at its best learning rate."}
+    return {"recipe.png": Drawing(page, "Last validation loss of every seed, each method at its best learning rate.")}
 
 
 STUDY = Study(

@@ -74,7 +74,9 @@ def write_summary(study: Study, folder: Path, results: Path) -> None:
     parts = [f"# {study.title}", study.question, finding.text]
     if finding.claims:
         parts.append("\n".join(claim.line for claim in finding.claims))
-    parts += [f"![{caption}]({name})\n\n{caption}" for name, caption in study.draw(rows, folder, results).items()]
+    for name, (page, caption) in study.draw(rows, results).items():
+        page.save(folder / name)
+        parts.append(f"![{caption}]({name})\n\n{caption}")
     failed = [row for row in rows if row["loss"] is None]
     if failed:
         parts.append(

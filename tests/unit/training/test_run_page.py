@@ -7,6 +7,7 @@ import logging
 import math
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,7 +127,7 @@ def test_pages_are_written_now_and_then_only(tmp_path: Path, monkeypatch: pytest
         now[0] += 1.0
     assert len(written) > 5
     # At most a two-hundredth of the time, however slow the disk is.
-    assert all(later - earlier >= 20.0 for earlier, later in zip(written, written[1:], strict=False))
+    assert all(later - earlier >= 20.0 for earlier, later in pairwise(written))
 
 
 def test_a_failed_and_a_stopped_run_say_so(tmp_path: Path) -> None:
