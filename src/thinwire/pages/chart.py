@@ -14,11 +14,11 @@ from typing import Literal
 
 from thinwire.pages.axes import Axis, Scale, scale_for, words_for
 from thinwire.pages.marks import mark
-from thinwire.pages.names import place_names
+from thinwire.pages.names import place_levels, place_names
 from thinwire.pages.styles import COLOURS, DASHES, MARKS
 
-WIDTH, _HEIGHT = 480.0, 300.0
-_TOP, _BOTTOM, _RIGHT = 30.0, 50.0, 18.0
+WIDTH, _HEIGHT = 480.0, 304.0
+_TOP, _BOTTOM, _RIGHT = 30.0, 54.0, 18.0
 # A letter is about so wide, at the size that it has on a phone.
 LETTER = 7.6
 _MOST_POINTS = 400
@@ -69,7 +69,7 @@ class Chart:
         body = [_grid(x, y), *(_level_lines(self.levels, x, y))]
         body += [_drawn(one, x, y) for one in sorted(drawn, key=lambda one: not one.faint)]
         named, key = _names(drawn, x, y)
-        body += [*_level_names(self.levels, x, y), named]
+        body += [*_level_names(self.levels, drawn, x, y), named]
         legend = _legend([one for one in drawn if one.points and one.name]) + key
         return figure(self.title, svg("".join(body), _HEIGHT, self.title), legend, _data(drawn, x, y))
 
@@ -135,10 +135,12 @@ def _grid(x: Scale, y: Scale) -> str:
         parts.append(f'<text x="{x.first - 6:.1f}" y="{at + 5:.1f}" text-anchor="end">{escape(words)}</text>')
     ticks = x.ticks(6)
     places = [x.place(value) for value, _ in ticks]
-    room = min((b - a for a, b in pairwise(places)), default=WIDTH)
-    crowded = any(LETTER * (len(words) + 1) > room for _, words in ticks)
+    halves = [LETTER * len(words) / 2 for _, words in ticks]
+    crowded = any(
+        places[number] + halves[number] + 6 > places[number + 1] - halves[number + 1] for number in range(len(ticks) - 1)
+    )
     for number, ((_, words), at) in enumerate(zip(ticks, places, strict=True)):
-        lower = 15 if crowded and number % 2 else 0
+        lower = 14 if crowded and number % 2 else 0
         parts.append(f'<path class="tick" d="M{at:.1f} {y.first:.1f}v{5 + lower}"/>')
         side = "end" if at + LETTER * len(words) / 2 > WIDTH else "middle"
         end = min(at, WIDTH - 1) if side == "end" else at
@@ -158,19 +160,21 @@ def _level_lines(levels: Sequence[Level], x: Scale, y: Scale) -> Iterable[str]:
             yield f'<path class="level" d="M{x.first:.1f} {y.place(level.at):.1f}H{x.last:.1f}"/>'
 
 
-def _level_names(levels: Sequence[Level], x: Scale, y: Scale) -> Iterable[str]:
-    """Each above its line, at the left, else further right where another name is near."""
-    taken: list[tuple[float, float, float]] = []
-    for level in sorted(levels, key=lambda one: one.at):
-        if not y.axis.shows(level.at):
-            continue
-        wide, at = LETTER * len(level.name), y.place(level.at) - 4
-        left = x.first + 4
-        for one_left, one_right, height in sorted(taken):
-            if abs(height - at) < 16 and one_left < left + wide and left < one_right:
-                left = one_right + 8
-        taken.append((left, left + wide, at))
-        yield f'<text class="name" x="{min(left, WIDTH - wide):.1f}" y="{at:.1f}">{escape(level.name)}</text>'
+def _level_names(levels: Sequence[Level], drawn: Sequence[Series], x: Scale, y: Scale) -> Iterable[str]:
+    shown = [(y.place(level.at), level.name) for level in levels if y.axis.shows(level.at)]
+    crossed = [point for one in drawn for point in _along([(x.place(a), y.place(b)) for a, b in one.points])]
+    frame = (x.first, _TOP - 14, x.last, y.first)
+    for (left, base), (_, name) in zip(place_levels(shown, LETTER, frame, crossed), shown, strict=True):
+        yield f'<text class="name" x="{left:.1f}" y="{base:.1f}">{escape(name)}</text>'
+
+
+def _along(corners: Sequence[Point], apart: float = 8.0) -> list[Point]:
+    """Points all along a line, so far from each other."""
+    found = list(corners[:1])
+    for (x, y), (next_x, next_y) in pairwise(corners):
+        number = max(1, round(math.hypot(next_x - x, next_y - y) / apart))
+        found += [(x + (next_x - x) * part / number, y + (next_y - y) * part / number) for part in range(1, number + 1)]
+    return found
 
 
 def _drawn(series: Series, x: Scale, y: Scale) -> str:

@@ -39,6 +39,27 @@ def place_names(points: Sequence[tuple[float, float, str]], letter: float, frame
     return placed
 
 
+def place_levels(
+    levels: Sequence[tuple[float, str]], letter: float, frame: Box, drawn: Sequence[tuple[float, float]]
+) -> list[tuple[float, float]]:
+    """Where the names of horizontal lines begin, and their base lines: above or below, at the left, in the middle or at
+    the right, where they cover the least of what is drawn and none of each other."""
+    taken: list[Box] = []
+    placed = []
+    for height, name in levels:
+        wide = letter * len(name)
+        lefts = (frame[0] + 4, (frame[0] + frame[2] - wide) / 2, frame[2] - wide)
+        boxes = [(left, top, left + wide, top + _HIGH) for top in (height - _HIGH - 2, height + 2) for left in lefts]
+        costs = []
+        for box in boxes:
+            covered = sum(_touch(box, (x - 3, y - 3, x + 3, y + 3)) for x, y in drawn)
+            costs.append(covered + 1000 * sum(_touch(box, other) for other in taken) + 1000 * (not _inside(box, frame)))
+        best = boxes[costs.index(min(costs))]
+        taken.append(best)
+        placed.append((best[0], best[3] - 3))
+    return placed
+
+
 def _free(x: float, y: float, wide: float, taken: Sequence[Box], frame: Box) -> Box | None:
     """The first place beside a point that covers nothing: right, left, above, below, and between."""
     half = _HIGH / 2

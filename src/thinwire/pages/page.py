@@ -56,9 +56,9 @@ def settings(pairs: Iterable[tuple[str, str]]) -> str:
     return f'<dl class="settings">{items}</dl>'
 
 
-def folded(summary: str, inner: str) -> str:
-    """Something that is shown on demand."""
-    return f"<details><summary>{inline(summary)}</summary>{inner}</details>"
+def folded(summary: str, inner: str, is_open: bool = False) -> str:
+    """Something that can be shown and hidden."""
+    return f"<details{' open' if is_open else ''}><summary>{inline(summary)}</summary>{inner}</details>"
 
 
 def section(identity: str, heading: str, inner: Sequence[str]) -> str:

@@ -36,7 +36,8 @@ class Page:
         """As a PNG."""
         canvas = FigureCanvasAgg(self._figure)
         for axes in self.panels:
-            label_ends(axes, _ends(axes))
+            if ends := _ends(axes):
+                label_ends(axes, ends)
         canvas.print_png(str(path))
 
 

@@ -160,4 +160,5 @@ STUDY = Study(
     find=_find,
     plan=_plan,
     draw=_draw,
+    sources=("lab", "lab_losses"),
 )

@@ -178,4 +178,5 @@ STUDY = Study(
     "How does DeMo compare with other compressors, in the same harness and each with its own learning rate?",
     find=_find,
     draw=_draw,
+    sources=("lab", "lab_losses"),
 )

@@ -128,4 +128,5 @@ STUDY = Study(
     "End to end, is it faster? Seconds of training to a fixed loss on links of stated speed, per method.",
     find=_find,
     draw=_draw,
+    sources=("lab", "lab_losses"),
 )

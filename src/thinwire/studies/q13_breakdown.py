@@ -143,4 +143,5 @@ STUDY = Study(
     "Where does an iteration's time go, and does the compressor eat the gain?",
     find=_find,
     draw=_draw,
+    sources=("lab", "step"),
 )

@@ -125,4 +125,5 @@ STUDY = Study(
     "Does overlap make compression pointless? With and without overlap, for DDP and for DeMo.",
     find=_find,
     draw=_draw,
+    sources=("lab",),
 )

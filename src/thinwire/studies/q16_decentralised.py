@@ -125,4 +125,5 @@ STUDY = Study(
     "All-reduce or gossip: what does decentralised mean here, what must each replica reach, and what if one is gone?",
     find=_find,
     draw=_draw,
+    sources=("received_bytes",),
 )

@@ -326,5 +326,6 @@ STUDY = Study(
     find=_find,
     plan=_plan,
     draw=_draw,
+    sources=("q4", "q5"),
     alone=True,
 )

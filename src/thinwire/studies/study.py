@@ -61,7 +61,7 @@ class Study:
     due, so that a learning rate can be tuned first. ``find`` reads the rows of one folder; ``draw`` makes figures of them,
     by the names of their files. Both also get the folder of all results: a study without trials of its own reads the rows
     of others there (`thinwire.studies.results.stored`). ``alone``: it measures times, which trainings at the same time
-    would spoil."""
+    would spoil. ``sources`` names other results whose rows it reads."""
 
     name: str
     title: str
@@ -70,6 +70,7 @@ class Study:
     plan: Callable[[str, Sequence[Row]], list[Trial]] = _nothing_due
     draw: "Callable[[Sequence[Row], Path], dict[str, Drawing]]" = _no_figures
     alone: bool = False
+    sources: Sequence[str] = ()
 
     @property
     def has_trials(self) -> bool:
