@@ -1,4 +1,4 @@
-"""The report of all studies: answers to every question, figures as they were drawn, and a page in the docs that is up to date."""
+"""The report of all studies: an answer to every question, figures as they were drawn, and docs that are up to date."""
 
 import json
 import os

@@ -17,8 +17,8 @@ from thinwire.pages.marks import mark
 from thinwire.pages.names import place_levels, place_names
 from thinwire.pages.styles import COLOURS, DASHES, MARKS
 
-WIDTH, _HEIGHT = 480.0, 304.0
-_TOP, _BOTTOM, _RIGHT = 30.0, 54.0, 18.0
+WIDTH = 480.0
+_TOP, _BASE, _RIGHT = 30.0, 250.0, 18.0
 # A letter is about so wide, at the size that it has on a phone.
 LETTER = 7.6
 _MOST_POINTS = 400
@@ -66,12 +66,13 @@ class Chart:
         if not any(one.points for one in drawn):
             return figure(self.title, '<p class="empty">nothing to show yet</p>', "", "")
         x, y = _scales(self, drawn)
-        body = [_grid(x, y), *(_level_lines(self.levels, x, y))]
+        height = _BASE + (58 if _is_crowded(x) else 44)
+        body = [_grid(x, y, height), *(_level_lines(self.levels, x, y))]
         body += [_drawn(one, x, y) for one in sorted(drawn, key=lambda one: not one.faint)]
         named, key = _names(drawn, x, y)
         body += [*_level_names(self.levels, drawn, x, y), named]
         legend = _legend([one for one in drawn if one.points and one.name]) + key
-        return figure(self.title, svg("".join(body), _HEIGHT, self.title), legend, _data(drawn, x, y))
+        return figure(self.title, svg("".join(body), height, self.title), legend, _data(drawn, x, y))
 
 
 def figure(title: str, picture: str, legend: str, data: str) -> str:
@@ -121,25 +122,27 @@ def _scales(chart: Chart, drawn: Sequence[Series]) -> tuple[Scale, Scale]:
     xs = [point[0] for one in drawn for point in one.points]
     ys = [point[1] for one in drawn for point in one.points] + [level.at for level in chart.levels]
     ys += [end for one in drawn for pair in one.ranges or () for end in pair]
-    y = scale_for(chart.y, ys, _HEIGHT - _BOTTOM, _TOP)
+    y = scale_for(chart.y, ys, _BASE, _TOP)
     left = 14 + LETTER * max((len(words) for _, words in y.ticks(5)), default=1)
     return scale_for(chart.x, xs, left, WIDTH - _RIGHT, 0.03), y
 
 
-def _grid(x: Scale, y: Scale) -> str:
-    """Lines and words of the axes. Words below that would touch stand on two levels."""
+def _is_crowded(x: Scale) -> bool:
+    """Whether words below would touch, so that they stand on two levels."""
+    spans = [(x.place(value), LETTER * len(words) / 2) for value, words in x.ticks(6)]
+    return any(at + half + 6 > after - other for (at, half), (after, other) in pairwise(spans))
+
+
+def _grid(x: Scale, y: Scale, height: float) -> str:
+    """Lines and words of the axes."""
     parts = []
     for value, words in y.ticks(5):
         at = y.place(value)
         parts.append(f'<path class="grid" d="M{x.first:.1f} {at:.1f}H{x.last:.1f}"/>')
         parts.append(f'<text x="{x.first - 6:.1f}" y="{at + 5:.1f}" text-anchor="end">{escape(words)}</text>')
-    ticks = x.ticks(6)
-    places = [x.place(value) for value, _ in ticks]
-    halves = [LETTER * len(words) / 2 for _, words in ticks]
-    crowded = any(
-        places[number] + halves[number] + 6 > places[number + 1] - halves[number + 1] for number in range(len(ticks) - 1)
-    )
-    for number, ((_, words), at) in enumerate(zip(ticks, places, strict=True)):
+    crowded = _is_crowded(x)
+    for number, (value, words) in enumerate(x.ticks(6)):
+        at = x.place(value)
         lower = 14 if crowded and number % 2 else 0
         parts.append(f'<path class="tick" d="M{at:.1f} {y.first:.1f}v{5 + lower}"/>')
         side = "end" if at + LETTER * len(words) / 2 > WIDTH else "middle"
@@ -149,7 +152,7 @@ def _grid(x: Scale, y: Scale) -> str:
     parts.append(f'<text class="label" x="0" y="14">{escape(y.axis.label)}</text>')
     middle = (x.first + x.last) / 2
     parts.append(
-        f'<text class="label" x="{middle:.1f}" y="{_HEIGHT - 4:g}" text-anchor="middle">{escape(x.axis.label)}</text>'
+        f'<text class="label" x="{middle:.1f}" y="{height - 5:g}" text-anchor="middle">{escape(x.axis.label)}</text>'
     )
     return "".join(parts)
 

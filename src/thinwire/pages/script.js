@@ -67,14 +67,17 @@
       }
       box.replaceChildren(...lines);
       box.hidden = false;
-      const left = best[0] * unit + picture.offsetLeft, width = box.offsetWidth;
-      const room = figure.clientWidth - width;
-      box.style.left = `${Math.max(0, Math.min(left + 12 + width > figure.clientWidth ? left - 12 - width : left + 12, room))}px`;
-      box.style.top = `${figure.querySelector("figcaption").offsetHeight + best[1] * unit + 10}px`;
+      const outer = figure.getBoundingClientRect(), width = box.offsetWidth;
+      const left = best[0] * unit + frame.left - outer.left, room = outer.width - width;
+      const beside = left + 12 > room ? left - 12 - width : left + 12;
+      box.style.left = `${Math.max(0, Math.min(beside, room))}px`;
+      box.style.top = `${best[1] * unit + frame.top - outer.top + 10}px`;
     };
     picture.addEventListener("pointermove", point);
     picture.addEventListener("pointerdown", point);
-    picture.addEventListener("pointerleave", clear);
+    // A finger leaves as soon as it is lifted: then what it touched stays named until another place is touched.
+    picture.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") clear(); });
+    document.addEventListener("pointerdown", (event) => { if (!picture.contains(event.target)) clear(); });
   }
 
   [...document.querySelectorAll("figure.chart")].forEach((figure, number) => {
@@ -117,6 +120,7 @@
   const key = `scroll ${location.pathname}`;
   const folded = [...document.querySelectorAll("details")];
   if (seconds) {
+    history.scrollRestoration = "manual";
     const before = store.get(key);
     if (before) {
       before.open.forEach((isOpen, place) => { if (folded[place]) folded[place].open = isOpen; });

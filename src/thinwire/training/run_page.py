@@ -96,7 +96,7 @@ def _page(folder: Path, config: TrainConfig, history: History, state: str | None
     name = folder.resolve().name
     body = [_head(name, state, history, config), facts(_facts(history, config, state))]
     body.append(section("loss", "Loss", [figures(chart.html() for chart in _losses(history))]))
-    body.append(section("network", "Network", [figures(chart.html() for chart in _network(history)), *_summary(folder)]))
+    body.append(section("network", "Network", [_network_part(history), *_summary(folder)]))
     body.append(section("time", "Time", [figures(chart.html() for chart in _times(history, config)), _hidden(history)]))
     body.append(section("replicas", "Replicas", list(_replicas(history, config))))
     notes = "".join(f"<li>step {step:,}: {escape(text)}</li>" for step, text in history.notes)
@@ -181,6 +181,12 @@ def _unit(seconds: float) -> tuple[str, float]:
     return ("hours", 3600.0) if seconds > 10_800 else ("minutes", 60.0) if seconds > 180 else ("seconds", 1.0)
 
 
+def _network_part(history: History) -> str:
+    if all(one.high == 1 for one in history.replicas.bins):
+        return "<p>There is one replica: nothing crosses a wire.</p>"
+    return figures(chart.html() for chart in _network(history))
+
+
 def _network(history: History) -> list[Chart]:
     """Bytes per step, in all, and per second. Between two measurements, all steps count alike."""
     known = [row for row in history.speeds.rows if "totals" in row]
@@ -223,8 +229,8 @@ def _byte_unit(most: float) -> tuple[str, float]:
 def _summary(folder: Path) -> Iterator[str]:
     """The bytes beside those of an all-reduce, once the run has ended."""
     path = folder / "summary.json"
-    if path.exists():
-        summary = json.loads(path.read_text(encoding="utf-8"))
+    summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if summary.get("num_replicas", 1) > 1:
         yield f"<p>{escape(byte_title(summary))}</p>" + table(
             BYTE_HEADS, byte_rows(summary), (False, True, True, True, True)
         )
