@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from thinwire.exchange.plan import OWNER_TIMES
 from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, rule, title
 from thinwire.studies.study import SMALL, Claim, Finding, Study, table
 from thinwire.studies.trials import Row, Trial
@@ -36,8 +37,6 @@ def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
     return trials
 
 
-# What owners answer with unless they are told otherwise: `owner_topk`.
-_USUAL = 2
 Key = tuple[str, int, int]
 """Rule, replicas, and how many times a sender's coefficients owners answer with; 0 is an all-gather."""
 
@@ -89,12 +88,12 @@ def _answer(found: dict[Key, list[float]], cases: Sequence[tuple[str, int]], tim
         }
         if gaps:
             best = min(gaps, key=lambda one: gaps[one])
-            usual = f"{gaps[_USUAL]:+.3f} with {_USUAL} K, " if _USUAL in gaps and best != _USUAL else ""
+            usual = f"{gaps[OWNER_TIMES]:+.3f} with {OWNER_TIMES} K, " if OWNER_TIMES in gaps and best != OWNER_TIMES else ""
             parts.append(
                 f"{name} rule, {replicas} replicas: {usual}{gaps[best]:+.3f} with {best} K, the best of those tried"
             )
     head = "Beside an all-gather, by the coefficients in an answer, of which DeMo's default is"
-    return f"{head} {_USUAL} K, the loss changes by: {'; '.join(parts)}." if parts else ""
+    return f"{head} {OWNER_TIMES} K, the loss changes by: {'; '.join(parts)}." if parts else ""
 
 
 def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
