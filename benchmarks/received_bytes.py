@@ -3,14 +3,17 @@
     python benchmarks/received_bytes.py --out results/received_bytes/DATE_HARDWARE [--processes 2 4 8] [--threads 64 256]
 
 The bytes are those of `optimizer.traffic` in the second step, from other replicas, or from other islands with
-``hierarchical``, whose islands are of 2 ranks among up to 8, and of 8 ranks among more. Writes rows, a table and a figure.
+``hierarchical``, whose islands are of 2 ranks among up to 8, and of 8 ranks among more. Writes rows, a table and a figure;
+rows that are there already are not measured again.
 """
 
 import argparse
 import json
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +67,10 @@ def in_processes(exchange: str, num_ranks: int) -> list[dict[str, Any]]:
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
-def few_at_once() -> None:
+@contextmanager
+def few_at_once() -> Iterator[None]:
     """Let few threads encode and decode at the same time: what all would need together does not fit into memory."""
-    turns = threading.Semaphore(4)
+    turns, own = threading.Semaphore(4), (LocalStep.encode_, LocalStep.apply_)
 
     def in_turns(work: Callable[..., None]) -> Callable[..., None]:
         def wait_and_work(*arguments: Any) -> None:
@@ -75,12 +79,15 @@ def few_at_once() -> None:
 
         return wait_and_work
 
-    LocalStep.encode_ = in_turns(LocalStep.encode_)  # type: ignore[method-assign]
-    LocalStep.apply_ = in_turns(LocalStep.apply_)  # type: ignore[method-assign]
+    LocalStep.encode_, LocalStep.apply_ = map(in_turns, own)  # type: ignore[method-assign]
+    yield
+    LocalStep.encode_, LocalStep.apply_ = own  # type: ignore[method-assign]
 
 
 def in_threads(exchange: str, num_ranks: int) -> list[dict[str, Any]]:
-    return run_replicas(lambda end: measure(exchange, num_ranks, end.replica, transport=end), num_ranks, 1800.0)
+    # Islands need less memory, and wait for each other while they apply.
+    with nullcontext() if exchange == "hierarchical" else few_at_once():
+        return run_replicas(lambda end: measure(exchange, num_ranks, end.replica, transport=end), num_ranks, 1800.0)
 
 
 def row_of(kind: str, found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -127,14 +134,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="*", default=[64, 256])
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    few_at_once()
-    rows = []
+    path = arguments.out / "rows.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    known = {(row["exchange"], row["ranks"]) for row in rows}
     for kind, numbers, run in (("gloo", arguments.processes, in_processes), ("loopback", arguments.threads, in_threads)):
-        for num_ranks in numbers:
-            for exchange in EXCHANGES:
+        for exchange, num_ranks in product(EXCHANGES, numbers):
+            if (exchange, num_ranks) not in known:
                 rows.append(row_of(kind, run(exchange, num_ranks)))
                 print(rows[-1], flush=True)
-    (arguments.out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+                with path.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
     (arguments.out / "environment.json").write_text(json.dumps(environment(), indent=1) + "\n")
     (arguments.out / "summary.md").write_text(table(rows))
     draw(rows, arguments.out / "received.png")

@@ -77,10 +77,11 @@ def commands_of(block: Block) -> Iterator[Command]:
 
 
 def make_clone(folder: Path) -> None:
-    """What a reader has: the files of the repository. Results are copied, since commands write to them."""
-    for name in ("LICENSE", "README.md", "benchmarks", "docs", "examples", "src"):
+    """What a reader has: the files of the repository. Docs and results are copied, since commands write to them."""
+    for name in ("LICENSE", "README.md", "benchmarks", "examples", "src"):
         (folder / name).symlink_to(ROOT / name)
-    shutil.copytree(ROOT / "results", folder / "results")
+    for name in ("docs", "results"):
+        shutil.copytree(ROOT / name, folder / name)
 
 
 def run_command(command: Command, appended: Sequence[str], folder: Path) -> str:

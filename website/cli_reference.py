@@ -9,7 +9,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from thinwire.commands import bench, lab, lab_compare, plan, scale, study, train
+from thinwire.commands import bench, lab, lab_compare, page, plan, scale, study, train
 from thinwire.training import recipes
 
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
@@ -24,6 +24,7 @@ COMMANDS: dict[str, type] = {
     "study list": study.ListCommand,
     "study run": study.RunCommand,
     "study report": study.ReportCommand,
+    "page": page.PageCommand,
 }
 _HEAD = """# Command line
 
@@ -33,7 +34,7 @@ has another's. An option that is on or off can be turned off with `--no-` before
 """
 
 
-def page() -> str:
+def reference() -> str:
     """The whole page."""
     return _HEAD + "".join(_section(name, command) for name, command in COMMANDS.items())
 
@@ -113,4 +114,4 @@ def _shown(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    PAGE.write_text(reference())

@@ -15,6 +15,7 @@ _USAGE = """usage: thinwire COMMAND [options]
 
 commands:
   train [RECIPE]   train a model with one or more replicas   (thinwire train --help)
+  page RUN         build the page of a run folder again      (thinwire page --help)
   plan             predict step times over a given link      (thinwire plan --help)
   plan scale       predict steps of many replicas            (thinwire plan scale --help)
   bench step       measure an optimizer step on this machine (thinwire bench --help)
@@ -78,10 +79,10 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _commands() -> dict[str, Callable[[list[str]], int]]:
-    from thinwire.commands import bench, lab, plan, study, train
+    from thinwire.commands import bench, lab, page, plan, study, train
 
     commands = {"train": train.command, "plan": plan.command, "bench": bench.command, "lab": lab.command}
-    return {**commands, "study": study.command}
+    return {**commands, "study": study.command, "page": page.command}
 
 
 def _report(error: Exception, debug: bool) -> int:

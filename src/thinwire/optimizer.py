@@ -70,8 +70,8 @@ class DeMo(Optimizer):
         on_drift: ``raise`` if they do not, ``warn``, or ``repair`` by copying what most of them hold.
         exchange: ``all_gather`` brings everyone's payload to everyone; with ``owner`` each replica combines a part of the
             chunks for all, and what is received does not grow with their number; ``hierarchical`` is an all-gather between
-            ``islands``, by default ``hosts``; ``auto`` is ``owner`` from 8 replicas, or islands, on.
-        owner_topk: coefficients that owners keep per full chunk; twice ``topk`` unless it is given.
+            ``islands``, by default ``hosts``; ``auto`` is ``owner`` from 20 replicas, or islands, on.
+        owner_topk: coefficients that owners keep per full chunk; eight times ``topk`` unless it is given.
         process_group: the replicas; the default group if `torch.distributed` is initialised, else one replica.
         transport: any other way to reach the replicas, e.g. `thinwire.exchange.loopback`; excludes ``process_group``.
         islands: ranks that are one replica together: they average their gradients in full and share the work, and islands

@@ -17,6 +17,7 @@ ROOT = SOURCE.parent.parent
 # Each may import from itself and from what stands before it.
 LAYERS = [
     "core",
+    "pages",
     "wire",
     "kernels",
     "exchange",
@@ -83,10 +84,11 @@ EXTRAS = {
     "training/models.py": {"transformers"},
     "training/pictures.py": {"PIL", "sklearn"},
     "training/progress.py": {"rich"},
-    "training/report.py": {"matplotlib", "rich"},
+    "training/report.py": {"rich"},
     "training/reporter.py": {"rich"},
     "training/text.py": {"datasets", "tokenizers"},
     "lab/figure.py": {"matplotlib"},
+    "studies/charts.py": {"matplotlib"},
     "studies/figure.py": {"matplotlib"},
     "studies/gradients.py": {"transformers"},
     "lab/worker.py": {"rich"},
@@ -95,6 +97,7 @@ EXTRAS = {
     "commands/bench.py": {"rich", "tyro"},
     "commands/lab.py": {"rich", "tyro"},
     "commands/lab_compare.py": {"rich", "tyro"},
+    "commands/page.py": {"tyro"},
     "commands/plan.py": {"rich", "tyro"},
     "commands/scale.py": {"rich", "tyro"},
     "commands/study.py": {"rich", "tyro"},

@@ -121,9 +121,14 @@ def headings(path: Path) -> set[str]:
 
 def test_the_reference_of_the_command_line_is_the_commands_own() -> None:
     reference = load("cli_reference")
-    assert reference.PAGE.read_text() == reference.page(), "run make docs"
+    assert reference.PAGE.read_text() == reference.reference(), "run make docs"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert run(["--help"]) == 0
+    commands = set(re.findall(r"^  ([a-z]+)", printed.getvalue(), re.MULTILINE))
+    assert commands == {name.split()[0] for name in reference.COMMANDS}
     for name in reference.COMMANDS:
-        section = re.split(r"^## ", reference.page().split(f"\n## thinwire {name}\n")[1], flags=re.MULTILINE)[0]
+        section = re.split(r"^## ", reference.reference().split(f"\n## thinwire {name}\n")[1], flags=re.MULTILINE)[0]
         documented = set(re.findall(r"^\| `(--[a-z0-9-]+)`", section, re.MULTILINE))
         offered = options_of(name.split())
         assert offered - documented == {"--help"}, f"{name}: not documented: {offered - documented}"

@@ -54,7 +54,8 @@ def follow(shape: tuple[int, ...], num_replicas: int, num_steps: int, seed: int,
     owner: dict[str, Any] = {}
     if options.get("exchange") == "owner" and num_replicas > 1:
         answers: Any = with_owners(plan, options["owner_topk"]).answers
-        owner = {"owner_kept": answers.buckets[0].stacks[0].codec.num_kept}
+        answer_codec = answers.buckets[0].stacks[0].codec
+        owner = {"owner_kept": answer_codec.num_kept, "owner_values": answer_codec.value_name}
     layout = plan_layout(shape, chunk, options["dense_below"])
     view = (1, 1, start.numel()) if layout.dense else matrix_shape(shape, chunk)
     oracle = Oracle(

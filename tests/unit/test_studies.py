@@ -50,7 +50,7 @@ def test_a_study_comes_to_an_end_and_says_something(study: Study, size: str, tmp
     text = (folder / "summary.md").read_text()
     assert study.question in text
     assert "| --- |" in text
-    for name in study.draw(rows, folder, RESULTS):
+    for name in study.draw(rows, RESULTS):
         assert (folder / name).stat().st_size > 5000
         assert f"({name})" in text
 

@@ -17,9 +17,9 @@ from matplotlib.text import Annotation
 from thinwire import cli
 from thinwire.commands import study as study_command
 from thinwire.commands.train import parse
-from thinwire.lab.figure import COLOURS, DASHES, MARKS
 from thinwire.lab.losses import Curve
 from thinwire.lab.rows import Cell
+from thinwire.pages.styles import COLOURS, DASHES, MARKS
 from thinwire.studies import (
     q11_compressors,
     q12_time_to_loss,
@@ -57,7 +57,7 @@ def test_without_stored_rows_nothing_is_claimed(module: object, tmp_path: Path) 
     finding = study.find([], tmp_path)
     assert "| --- |" in finding.text
     assert not finding.claims
-    assert study.draw([], tmp_path, tmp_path) == {}
+    assert study.draw([], tmp_path) == {}
 
 
 def test_not_beaten_is_what_a_search_over_all_pairs_finds() -> None:

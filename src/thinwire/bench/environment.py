@@ -4,20 +4,22 @@ import os
 import platform
 import subprocess
 from datetime import UTC, datetime
+from pathlib import Path
 
 import numpy as np
 import torch
 
 import thinwire
 
+_SOURCE = Path(thinwire.__file__)
+
 
 def environment() -> dict[str, object]:
     """Versions, hardware and commit; no paths and no host names."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "thinwire": thinwire.__version__,
-        "commit": git.stdout.strip() if git.returncode == 0 else "unknown",
+        "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
@@ -26,3 +28,18 @@ def environment() -> dict[str, object]:
         "torch_threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
+
+
+def _commit() -> str:
+    """Of this source, with -dirty after it where files have changed since; a repository that only surrounds it is none."""
+    if _git("ls-files", "--error-unmatch", _SOURCE.name).returncode:
+        return "unknown"
+    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").stdout.strip()
+
+
+def _git(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = ["git", "-C", str(_SOURCE.parent), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:  # no git at all
+        return subprocess.CompletedProcess(command, 1, "", "")

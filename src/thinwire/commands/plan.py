@@ -53,7 +53,7 @@ class PlanCommand:
     exchange: Literal["auto", "all_gather", "owner"] = "auto"
     """Thinwire's exchange; auto takes the faster one in each row, and says what a step with the other would take."""
     owner_topk: int | None = None
-    """Coefficients per chunk that owners answer with; twice the row's unless given."""
+    """Coefficients per chunk that owners answer with; eight times the row's unless given."""
     figure: Path | None = None
     """Also draw efficiency against bandwidth, as a PNG file."""
     debug: bool = False

@@ -54,12 +54,17 @@ class RunCommand:
 
 @dataclass(frozen=True)
 class ReportCommand:
-    """Write summaries and figures from stored rows; nothing is run."""
+    """Write summaries and figures from stored rows; for all studies, also one page of them, and the same as Markdown.
+    Nothing is run."""
 
     names: tyro.conf.Positional[tuple[str, ...]] = ("all",)
     """Studies, such as q3, or all."""
     results: Path = Path("results")
     """Folder of all results."""
+    page: Path | None = None
+    """Where the page of all studies goes; report.html in the folder of all results unless given."""
+    markdown: Path = Path("docs/results.md")
+    """Where the same goes as Markdown."""
     debug: bool = False
     """Show where an error came from."""
 
@@ -149,10 +154,15 @@ def _print_claims(study: "Study", folder: Path, results: Path, console: Console)
 
 
 def _report(asked: ReportCommand, console: Console) -> int:
-    from thinwire.studies.results import folders_of, write_summary
+    from thinwire.studies.report import answers, write_markdown, write_page
 
-    for study in _chosen(asked.names):
-        for folder in folders_of(asked.results, study):
-            write_summary(study, folder, asked.results)
-            console.print(f"{folder / 'summary.md'}", soft_wrap=True, highlight=False)
+    found = answers(_chosen(asked.names), asked.results)
+    written = [one.folder / "summary.md" for one in found]
+    if "all" in asked.names:
+        page = asked.page or asked.results / "report.html"
+        write_page(found, page)
+        write_markdown(found, asked.markdown)
+        written += [page, asked.markdown]
+    for path in written:
+        console.print(f"{path}", soft_wrap=True, highlight=False)
     return 0

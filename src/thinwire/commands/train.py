@@ -11,7 +11,6 @@ import torch
 import tyro
 from rich.console import Console
 
-from thinwire.core.errors import CheckpointError
 from thinwire.parallel.group import leave
 from thinwire.parallel.launch import LAUNCHED, launch, launch_elastic
 from thinwire.parallel.mesh import parse_mesh
@@ -21,7 +20,7 @@ from thinwire.training.config import TrainConfig, all_fields, check
 from thinwire.training.config_file import RECIPE_KEY, as_toml, override, read_file
 from thinwire.training.errors import TrainingError
 from thinwire.training.keys import read_key
-from thinwire.training.resuming import check_unchanged
+from thinwire.training.resuming import check_unchanged, saved_config
 
 # A replica that dies more often than this has something wrong with it.
 _MOST_RESTARTS = 100
@@ -110,7 +109,7 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     if resume is not None:
         if named is not None:
             raise TrainingError(f"--resume takes the settings of the run folder: leave the recipe {named!r} out")
-        base = _saved_config(Path(resume))
+        base = saved_config(Path(resume))
     base = override(base, values, f"--config {file}")
     default = TrainCommand(recipe=recipe, settings=base)
     asked = tyro.cli(
@@ -125,7 +124,7 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     if asked.resume is not None:
         if asked.settings.run.out != base.run.out:
             raise TrainingError(f"--resume writes to its own folder: leave --out {asked.settings.run.out} out")
-        check_unchanged(_saved_config(asked.resume), asked.settings)
+        check_unchanged(saved_config(asked.resume), asked.settings)
         launch = asked.settings.launch
         if asked.residual not in ("exact", "zero") and (launch.elastic or launch.lighthouse):
             raise TrainingError(f"--residual {asked.residual} is for replicas that do not come and go; use exact or zero")
@@ -143,17 +142,6 @@ def _peek(arguments: Sequence[str], flag: str) -> str | None:
         if argument.startswith(flag + "="):
             found = argument.split("=", 1)[1]
     return found
-
-
-def _saved_config(folder: Path) -> TrainConfig:
-    path = folder / "config.toml"
-    if not path.is_file():
-        raise CheckpointError(f"--resume {folder}: this is not a run folder, it has no config.toml")
-    values = read_file(path)
-    missing = [setting.name for _, setting in all_fields() if setting.name not in values]
-    if missing:
-        raise CheckpointError(f"{path} is not whole: it lacks {missing[0]}")
-    return override(TrainConfig(), values, str(path))
 
 
 def _choose_folder(asked: TrainCommand, place: Place) -> Path:

@@ -204,7 +204,7 @@ class Oracle:
             chunks = [(decay * left + new).view(-1).tolist() for left, new in zip(self.residuals, combined, strict=True)]
             kept = int(o["owner_kept"])  # type: ignore[call-overload]
             self.closest_call = min([self.closest_call, *(closeness(chunk, kept) or 1.0 for chunk in chunks)])
-            combined = answer(combined, self.residuals, decay, kept, str(o.get("values", "float32")))
+            combined = answer(combined, self.residuals, decay, kept, str(o["owner_values"]))
         shape = (self.parameter.shape[0], self.parameter.shape[1], self.parameter.shape[2])
         d = from_chunks(combined, shape, self.edges, transform)
         update(self.parameter, d, self.state, str(o.get("rule", "sign")), lr, self.step_count)

@@ -4,8 +4,9 @@ from thinwire.core.errors import check_choice
 
 ALL_GATHER, OWNER, HIERARCHICAL, AUTO = "all_gather", "owner", "hierarchical", "auto"
 EXCHANGES = (ALL_GATHER, OWNER, HIERARCHICAL, AUTO)
-# An owner exchange has fewer bytes from 4 replicas on, but a second round trip; from here on it has less than half of them.
-_LEAST_OWNERS = 8
+# An owner exchange receives some nine payloads, whatever their number, and has a second round trip: from here on less than
+# half of an all-gather's.
+_LEAST_OWNERS = 20
 
 
 def islands_for(exchange: str, islands: object) -> object:

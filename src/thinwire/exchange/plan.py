@@ -21,6 +21,10 @@ from thinwire.wire.values import VALUE_CODECS
 
 # Dense tensors need a codec in which 0 is 0: with signs alone a bias that got no gradient would still vote.
 DENSE_VALUES = "int8"
+# What owners answer with where replicas send votes, and how many times as many coefficients as a replica sends: with fewer,
+# training loses (docs/many-replicas.md).
+ANSWER_VALUES = "int4"
+OWNER_TIMES = 8
 NOTE = " # "
 
 
@@ -223,9 +227,9 @@ def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, s
 
 
 def with_owners(plan: ExchangePlan, owner_topk: int | None) -> ExchangePlan:
-    """The plan for an owner exchange, where owners keep ``owner_topk`` coefficients per full chunk, by default twice a
+    """The plan for an owner exchange, where owners keep ``owner_topk`` coefficients per full chunk, by default eight times a
     sender's."""
-    codings = tuple(replace(one, topk=owner_topk or 2 * one.topk) for one in plan.codings)
+    codings = tuple(replace(one, topk=owner_topk or OWNER_TIMES * one.topk) for one in plan.codings)
     buckets = tuple(_with_more_kept(bucket, codings) for bucket in plan.buckets)
     return replace(plan, answers=ExchangePlan(plan.tensors, codings, buckets))
 
@@ -234,7 +238,10 @@ def _with_more_kept(bucket: Bucket, codings: Sequence[Coding]) -> Bucket:
     stacks, offset = [], HEADER_BYTES
     for stack in bucket.stacks:
         coding, layout = codings[stack.group], stack.entries[0].layout
-        codec = replace(stack.codec, num_kept=layout.kept(coding.topk, coding.chunk, coding.layout))
+        kept, sent = layout.kept(coding.topk, coding.chunk, coding.layout), stack.codec.value_name
+        # A mean of votes is not a vote: with one bit for each, what is left of it would be amplified step by step.
+        value_name = sent if VALUE_CODECS[sent].has_zero else ANSWER_VALUES
+        codec = replace(stack.codec, num_kept=kept, value_name=value_name)
         stacks.append(replace(stack, codec=codec, offset_bytes=offset))
         offset += stacks[-1].num_bytes
     return replace(bucket, stacks=tuple(stacks))

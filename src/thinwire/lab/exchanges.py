@@ -5,14 +5,12 @@ from dataclasses import dataclass
 from statistics import mean
 
 from thinwire.exchange.choice import ALL_GATHER, OWNER
-from thinwire.exchange.plan import TensorSpec, make_plan
+from thinwire.lab.predicted import slice_and_answer_bytes
 from thinwire.lab.rows import Cell
-from thinwire.optimizer import DEFAULT_DENSE_BELOW, DEFAULT_OVERLAPPED_BUCKETS
-from thinwire.options import coding_of
 from thinwire.planner.cost import DEVICES, Prediction, predict
 from thinwire.planner.link_spec import parse_link
 from thinwire.planner.links import format_bytes
-from thinwire.planner.owners import LEAST_GAIN, both_exchanges, sizes_of
+from thinwire.planner.owners import LEAST_GAIN, Sizes, both_exchanges
 
 PAIRS = {"demo": "demo-owner", "demo-after": "demo-owner-after"}
 """Methods that differ in the exchange alone."""
@@ -50,27 +48,24 @@ class Pair:
         return self.gather_predicted.step_seconds - self.owner_predicted.step_seconds
 
 
-def pair_up(cells: Sequence[Cell], tensors: Sequence[TensorSpec]) -> list[Pair]:
-    """All pairs of merged cells. The planner is told the shapes of the model, and how long forward and backward took, in the
-    mean of both cells: what else a machine does changes that from one cell to the next."""
+def pair_up(cells: Sequence[Cell]) -> list[Pair]:
+    """All pairs of merged cells. The planner is told the bytes of the messages, and how long forward and backward took, in
+    the mean of both cells: what else a machine does changes that from one cell to the next."""
     found = {(cell.num_hosts, cell.link, cell.method): cell for cell in cells if not cell.error}
     pairs = []
     for (num_hosts, link, method), gather in found.items():
         owner = found.get((num_hosts, link, PAIRS.get(method, "")))
         if owner is not None:
             compute = mean(cell.compute for cell in (gather, owner))
-            pairs.append(Pair(gather, owner, *_predicted(gather, tensors, compute)))
+            pairs.append(Pair(gather, owner, *_predicted(gather, owner, compute)))
     return pairs
 
 
-def _predicted(cell: Cell, tensors: Sequence[TensorSpec], compute_seconds: float) -> tuple[Prediction, ...]:
-    settings = cell.settings
-    coding = coding_of({**settings, "layout": "adaptive", "dense_below": DEFAULT_DENSE_BELOW})
-    plan = make_plan(tensors, [coding], DEFAULT_OVERLAPPED_BUCKETS if settings["overlap"] else 1)
-    sizes = sizes_of(plan, cell.num_hosts, settings["owner_topk"] or None)
-    kept = (settings["topk"], coding.values, cell.num_hosts, compute_seconds, DEVICES["cpu"])
-    link = parse_link(cell.link).link
-    return tuple(predict(one, link) for one in both_exchanges(cell.num_parameters, sizes, *kept))
+def _predicted(gather: Cell, owner: Cell, compute_seconds: float) -> tuple[Prediction, ...]:
+    sizes = Sizes(round(gather.meter_sent), *slice_and_answer_bytes(owner), round(gather.num_exchanges))
+    kept = (gather.settings["topk"], gather.settings["values"], gather.num_hosts, compute_seconds, DEVICES["cpu"])
+    link = parse_link(gather.link).link
+    return tuple(predict(one, link) for one in both_exchanges(gather.num_parameters, sizes, *kept))
 
 
 def exchange_table(pairs: Sequence[Pair]) -> str:

@@ -9,11 +9,8 @@ from matplotlib.figure import Figure
 
 from thinwire.lab.losses import Curve
 from thinwire.lab.rows import Cell
+from thinwire.pages.styles import COLOURS, DASHES, MARKS
 
-MARKS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
-# Dark enough for small letters on white, and apart for the colour-blind: what `thinwire.studies.q19_figures` checks.
-COLOURS = ("#000000", "#b04e00", "#0072b2", "#1f5c3b", "#9a0d78", "#5a2fe6", "#807146", "#757575", "#8c1c10", "#4c1100")
-DASHES: tuple[tuple[float, ...], ...] = ((), (6, 2), (1, 1.5), (8, 2, 1, 2), (3, 1.5), (5, 1, 1, 1, 1, 1))
 _PARTS = (
     ("compute", ("data", "forward", "backward"), "#dddddd", ""),
     ("encode", ("encode",), "#009e73", "///"),
@@ -47,6 +44,11 @@ def draw_steps(cells: Sequence[Cell], path: Path) -> None:
 
 
 def draw_breakdown(cells: Sequence[Cell], path: Path, title: str) -> None:
+    """Where a step's time goes, as a PNG."""
+    FigureCanvasAgg(breakdown(cells, title)).print_png(str(path))
+
+
+def breakdown(cells: Sequence[Cell], title: str) -> Figure:
     """Where a step's time goes: a bar per method; what is hidden behind backward is written beside it."""
     chosen = [cell for cell in cells if not cell.error]
     figure = Figure(figsize=(8.5, 0.34 * len(chosen) + 1.6), dpi=140, layout="constrained")
@@ -71,7 +73,7 @@ def draw_breakdown(cells: Sequence[Cell], path: Path, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=10)
     figure.legend(fontsize=8, loc="outside lower center", ncols=len(_PARTS), frameon=False)
     tidy(axes)
-    FigureCanvasAgg(figure).print_png(str(path))
+    return figure
 
 
 def draw_losses(cells: Sequence[Cell], curves: dict[str, Curve], path: Path, target: float | None) -> None:

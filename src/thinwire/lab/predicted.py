@@ -9,6 +9,7 @@ from statistics import median
 from typing import Literal
 
 from thinwire.exchange.choice import OWNER
+from thinwire.exchange.plan import OWNER_TIMES
 from thinwire.lab.rows import Cell
 from thinwire.planner.cost import DEVICES, Exchange, Workload, all_to_all, num_rounds, predict, ring_all_gather
 from thinwire.planner.link_spec import UNSHAPED, parse_link
@@ -66,7 +67,8 @@ def workload_of(cell: Cell) -> Workload:
     exchange = Exchange(round(cell.meter_sent * cell.period), round(cell.meter_received * cell.period), rounds)
     answers = None
     if cell.settings.get("exchange") == OWNER:
-        exchange, answers = _slices_and_answers(cell)
+        slice_bytes, answer_bytes = slice_and_answer_bytes(cell)
+        exchange, answers = all_to_all(slice_bytes, cell.num_hosts), ring_all_gather(answer_bytes, cell.num_hosts)
         num_exchanges //= 2
     return Workload(
         method=cell.method,
@@ -82,16 +84,16 @@ def workload_of(cell: Cell) -> Workload:
     )
 
 
-def _slices_and_answers(cell: Cell) -> tuple[Exchange, Exchange]:
-    """What went to owners and what came from them: an answer is sent once and a slice to each of the others, so that the two
-    can be told apart by what was sent and received; not with two hosts, where coefficients must do."""
+def slice_and_answer_bytes(cell: Cell) -> tuple[int, int]:
+    """What went to each owner and what came from each: an answer is sent once and a slice to each of the others, so that
+    the two can be told apart by what was sent and received; not with two hosts, where coefficients must do."""
     from_each = cell.meter_received / (cell.num_hosts - 1)
     if cell.num_hosts > 2:
         answer = (cell.meter_received - cell.meter_sent) / (cell.num_hosts - 2)
     else:
-        topk, owner_topk = cell.settings["topk"], cell.settings["owner_topk"] or 2 * cell.settings["topk"]
+        topk, owner_topk = cell.settings["topk"], cell.settings["owner_topk"] or OWNER_TIMES * cell.settings["topk"]
         answer = from_each * owner_topk / (topk + owner_topk)
-    return all_to_all(round(from_each - answer), cell.num_hosts), ring_all_gather(round(answer), cell.num_hosts)
+    return round(from_each - answer), round(answer)
 
 
 def error_table(found: Sequence[Predicted], by: Literal["method", "link"] = "method") -> str:

@@ -13,8 +13,6 @@ from thinwire.exchange.slices import deal, slices_of
 from thinwire.planner.cost import DeviceCosts, Prediction, Workload, all_to_all, predict, ring_all_gather, thinwire_demo
 from thinwire.planner.links import Link
 
-# In payloads of a sender's size: slices, and answers of twice the coefficients.
-_DECODED_WITH_OWNERS = 3
 # Owners must save this share of a step: less is within the model's error. docs/planner.md has the cell that taught it.
 LEAST_GAIN = 0.05
 
@@ -52,14 +50,15 @@ def both_exchanges(
     costs: DeviceCosts,
 ) -> tuple[Workload, Workload]:
     """Thinwire's DeMo with an all-gather, and with an owner exchange: slices to their owners, which hide behind backward as
-    payloads do, then answers, which do not. All slices are as much to decode as one payload, and the answers as two."""
+    payloads do, then answers, which do not. To decode both takes as long as payloads of as many bytes do."""
     gather = thinwire_demo(
         num_parameters, sizes.payload_bytes, topk, values, num_replicas, compute_seconds, costs, sizes.num_buckets
     )
-    decode_ns = (_DECODED_WITH_OWNERS - 1) * costs.decode_ns_per_parameter
-    owner_ns = costs.demo_ns_per_parameter + decode_ns + costs.owner_ns_per_parameter / num_replicas
     if num_replicas == 1:
         return gather, replace(gather, exchange_name=OWNER)
+    num_decoded = num_replicas * (sizes.slice_bytes + sizes.answer_bytes) / sizes.payload_bytes
+    decode_ns = (num_decoded - 1) * costs.decode_ns_per_parameter
+    owner_ns = costs.demo_ns_per_parameter + decode_ns + costs.owner_ns_per_parameter / num_replicas
     owner = replace(
         gather,
         exchange=all_to_all(sizes.slice_bytes, num_replicas),

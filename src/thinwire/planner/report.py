@@ -111,7 +111,7 @@ def make_report(
         dense_below: tensors with fewer elements take the dense path.
         overlap: Thinwire's rows are those of ``overlap=True``, in as many buckets as that has.
         exchange: ``all_gather`` or ``owner`` for Thinwire's rows; ``auto`` takes the better one in each.
-        owner_topk: coefficients that owners answer with; twice ``topk`` unless it is given.
+        owner_topk: coefficients that owners answer with; eight times ``topk`` unless it is given.
     """
     check_choice("device", device, DEVICES)
     check_choice("exchange", exchange, (ALL_GATHER, OWNER, AUTO))

@@ -4,7 +4,7 @@ A method is a list of stages, each a collective that reaches all replicas, those
 that takes is in `scale`.
 
 Letters: N parameters, R replicas, L replicas in an island, I = R / L islands, G bytes of all gradients in bf16, P bytes of a
-payload, P2 bytes of one with twice the coefficients. Pure: nothing is printed, drawn or timed.
+payload, P2 bytes of the answers of all owners. Pure: nothing is printed, drawn or timed.
 """
 
 import math
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from thinwire.core.errors import check_choice, check_float, check_int
-from thinwire.exchange.plan import Coding, make_plan
+from thinwire.exchange.plan import OWNER_TIMES, Coding, ExchangePlan, make_plan, with_owners
 from thinwire.planner.cost import BACKWARD_SHARE, PUBLISHED_COLLECTIVES_PER_TENSOR, TRIPS_PER_ROUND
 from thinwire.planner.links import Link
 from thinwire.planner.report import PUBLISHED_BYTES_PER_COEFFICIENT, PUBLISHED_TOPK, tensors_from_count
@@ -137,8 +137,20 @@ class Method:
 @cache
 def payload_bytes(num_parameters: int, topk: int, values: str) -> int:
     """P, exact for the shapes that the planner guesses from a number of parameters."""
+    return _plan(num_parameters, topk, values).payload_bytes
+
+
+@cache
+def answers_bytes(num_parameters: int, topk: int, values: str) -> int:
+    """P2: the answers of all owners together, that of all chunks."""
+    answers = with_owners(_plan(num_parameters, topk, values), None).answers
+    assert answers is not None
+    return answers.payload_bytes
+
+
+def _plan(num_parameters: int, topk: int, values: str) -> ExchangePlan:
     coding = Coding(_CHUNK, topk, values, "adaptive", _DENSE_BELOW)
-    return make_plan(tensors_from_count(num_parameters), [coding]).payload_bytes
+    return make_plan(tensors_from_count(num_parameters), [coding])
 
 
 @cache
@@ -191,9 +203,9 @@ class Case:
         """I."""
         return max(1, self.num_replicas // self.setting.island_size)
 
-    def payload(self, factor: int = 1) -> int:
-        """P, or that with ``factor`` times the coefficients."""
-        return payload_bytes(self.num_parameters, factor * self.setting.topk, self.setting.values)
+    def payload(self) -> int:
+        """P."""
+        return payload_bytes(self.num_parameters, self.setting.topk, self.setting.values)
 
     def methods(self) -> tuple[Method, ...]:
         """All of them; islands only where they come out even."""
@@ -233,14 +245,15 @@ class Case:
         return Method("Thinwire hierarchical", stages, seconds, self.num_islands * self.payload() / size)
 
     def owner(self) -> Method:
-        """Each replica owns 1 / R of the chunks, gets everyone's coefficients of these, and shares the strongest 2 K of what
-        they combine to: one payload comes in, and one of twice the coefficients."""
+        """Each replica owns 1 / R of the chunks, gets everyone's coefficients of these, and shares the strongest of what
+        they combine to: one payload comes in, and the answers of all owners."""
+        answers = answers_bytes(self.num_parameters, self.setting.topk, self.setting.values)
         stages = (
             Stage("all-to-all", "replicas", self.payload()),
-            Stage("all-gather", "replicas", self.payload(2) / self.num_replicas),
+            Stage("all-gather", "replicas", answers / self.num_replicas),
         )
-        held = float(self.payload() + self.payload(2))
-        return Method("Thinwire owner exchange", stages, self._step(self.num_parameters, 3), held)
+        held = float(self.payload() + answers)
+        return Method("Thinwire owner exchange", stages, self._step(self.num_parameters, 1 + OWNER_TIMES), held)
 
     @property
     def _gradient_bytes(self) -> int:

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from thinwire.studies.figure import Page, line, room_for_labels, rule, title
+from thinwire.studies.figure import Drawing, Page, line, room_for_labels, rule, title
 from thinwire.studies.settings import DEMO_RULES, text_trial
-from thinwire.studies.study import FULL, SIZES, Claim, Finding, Study, table
+from thinwire.studies.study import FULL, SIZES, Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row, Trial
 from thinwire.studies.tuning import SEEDS, Contender, Outcome, outcomes
 
@@ -63,7 +63,21 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         trouble = f"{_WORDS[kind]}, {share:.0%} of steps" if share else kind or "none"
         calm = found.get((name, "", 0.0))
         lines.append((f"{name} rule", trouble, one.words, "" if calm is None else f"{one.mean - calm.mean:+.3f}"))
-    return Finding(table(("update", "trouble", "loss", "beside none"), lines), _claims(found))
+    return Finding(table(("update", "trouble", "loss", "beside none"), lines), _claims(found), _answer(found))
+
+
+def _answer(found: dict[tuple[str, str, float], Outcome]) -> str:
+    parts = []
+    for name in dict.fromkeys(name for name, _, _ in found):
+        calm, words = found.get((name, "", 0.0)), []
+        for (of, kind, share), one in found.items():
+            if of == name and kind and calm is not None and share in (0.0, 0.3):
+                words.append(
+                    f"{one.mean - calm.mean:+.3f} where {_WORDS.get(kind, kind)}{' in 30% of steps' if share else ''}"
+                )
+        parts += [f"with the {name} rule {', '.join(words)}"] if words else []
+    lead = verdict(_claims(found), "It hardly changes", "It depends on the trouble", "It rises")
+    return f"{lead}. Beside no trouble, the last loss changes {'; '.join(parts)}." if parts else ""
 
 
 def _claims(found: dict[tuple[str, str, float], Outcome]) -> list[Claim]:
@@ -83,7 +97,7 @@ def _claims(found: dict[tuple[str, str, float], Outcome]) -> list[Claim]:
     return claims
 
 
-def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     found = _outcomes(rows)
     names = list(dict.fromkeys(name for name, _, _ in found))
     page = Page(max(1, len(names)))
@@ -96,8 +110,9 @@ def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
             rule(axes, found[name, _LATE, 0.0].mean, _LATE)
         room_for_labels(axes)
         title(axes, f"{name.capitalize()} rule", "share of steps of each replica (%)", "validation loss (nats per byte)")
-    page.save(folder / "faults.png")
-    return {"faults.png": "Last validation loss with trouble, at the settings without: mean and range over seeds."}
+    return {
+        "faults.png": Drawing(page, "Last validation loss with trouble, at the settings without: mean and range over seeds.")
+    }
 
 
 STUDY = Study(

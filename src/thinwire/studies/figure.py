@@ -1,51 +1,67 @@
-"""Figures of studies. Dashes, markers and labels at the lines' ends tell them apart in grey as well."""
+"""Figures of studies. Dashes, markers and labels at the lines' ends tell them apart in grey as well.
 
-from collections.abc import Iterable, Sequence
+What is drawn here can be shown by a page, too: `thinwire.studies.charts` reads it from the axes. There, lines and dots have
+the number of their style as their id, levels have `LEVEL`, and ranges the name of what they belong to.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.text import Annotation
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
-from matplotlib.transforms import Bbox
 
-from thinwire.lab.figure import COLOURS, DASHES, MARKS, tidy
+from thinwire.lab.figure import tidy
+from thinwire.pages.styles import COLOURS, DASHES, MARKS
+from thinwire.studies.labels import Named, label_ends, label_points
 
-_AT_END = "the name at a line's end"
+LEVEL = "level"
 
 
 class Page:
     """A figure of some panels side by side."""
 
-    def __init__(self, num_panels: int = 1, height: float = 4.2, width: float = 6.0) -> None:
-        self._figure = Figure(figsize=(width * num_panels, height), dpi=140, layout="constrained")
-        self.panels: list[Axes] = [self._figure.add_subplot(1, num_panels, place + 1) for place in range(num_panels)]
-        for axes in self.panels:
-            tidy(axes)
+    def __init__(self, num_panels: int = 1, height: float = 4.2, width: float = 6.0, figure: Figure | None = None) -> None:
+        self._figure = figure or Figure(figsize=(width * num_panels, height), dpi=140, layout="constrained")
+        if figure is None:
+            for place in range(num_panels):
+                tidy(self._figure.add_subplot(1, num_panels, place + 1))
+        self.panels: list[Axes] = list(self._figure.axes)
 
     def save(self, path: Path) -> None:
         """As a PNG."""
         canvas = FigureCanvasAgg(self._figure)
-        canvas.draw()  # before that, nobody knows where names stand
         for axes in self.panels:
-            _part_names(axes)
+            if ends := _ends(axes):
+                label_ends(axes, ends)
         canvas.print_png(str(path))
 
 
-def _part_names(axes: Axes) -> None:
-    """Lift names at the ends of lines that would stand on others, the lower ones first."""
-    names = [text for text in axes.texts if isinstance(text, Annotation) and text.get_gid() == _AT_END]
-    boxes: list[Bbox] = []
-    for name in sorted(names, key=lambda name: name.get_window_extent().y0):
-        box = name.get_window_extent()
-        lift = 0.0
-        for other in boxes:  # in the order of their height, so that one pass is enough
-            if other.x0 < box.x1 and box.x0 < other.x1 and other.y0 < box.y1 + lift and box.y0 + lift < other.y1:
-                lift = other.y1 - box.y0
-        boxes.append(box.translated(0.0, lift))
-        x, y = name.get_position()
-        name.set_position((x, y + lift * 72 / axes.figure.dpi))
+class Drawing(NamedTuple):
+    """A figure, and what it shows."""
+
+    page: Page
+    caption: str
+
+
+def points_of(drawn: Line2D) -> list[tuple[float, float]]:
+    """What was drawn."""
+    return [(float(x), float(y)) for x, y in np.asarray(drawn.get_xydata())]
+
+
+def _ends(axes: Axes) -> list[Named]:
+    """Where the names of lines belong."""
+    found = []
+    for drawn in axes.lines:
+        name, style = str(drawn.get_label()), drawn.get_gid()
+        if style is not None and style.isdigit() and drawn.get_linestyle() != "None" and not name.startswith("_"):
+            end = points_of(drawn)[-1]
+            found.append(Named(*end, name, int(style)))
+    return found
 
 
 def title(axes: Axes, text: str, x: str, y: str) -> None:
@@ -61,31 +77,51 @@ def line(
     label: str,
     index: int,
     spread: Sequence[tuple[float, float]] | None = None,
+    thickness: float = 1.5,
 ) -> None:
     """One line with its own colour, dashes and marker, and its name at its end; ``spread`` is the range at each point."""
     xs, ys = zip(*sorted(points), strict=True)
     colour, dashes = COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)]
-    (drawn,) = axes.plot(xs, ys, color=colour, marker=MARKS[index % len(MARKS)], markersize=4, linewidth=1.5)
+    mark = MARKS[index % len(MARKS)]
+    (drawn,) = axes.plot(xs, ys, color=colour, marker=mark, markersize=4, linewidth=thickness, label=label, gid=str(index))
     if dashes:
         drawn.set_dashes(dashes)
     if spread is not None:
         lows, highs = zip(*spread, strict=True)
-        axes.fill_between(xs, lows, highs, color=colour, alpha=0.12, linewidth=0)
-    end = (xs[-1], ys[-1])
-    name = axes.annotate(label, end, xytext=(5, 0), textcoords="offset points", fontsize=8, color=colour, va="center")
-    name.set_gid(_AT_END)
+        axes.fill_between(xs, lows, highs, color=colour, alpha=0.12, linewidth=0, gid=label)
 
 
 def dot(axes: Axes, x: float, y: float, label: str, index: int) -> None:
     """One point with its name beside it."""
     colour = COLOURS[index % len(COLOURS)]
-    axes.plot([x], [y], MARKS[index % len(MARKS)], color=colour, markersize=6)
+    axes.plot([x], [y], MARKS[index % len(MARKS)], color=colour, markersize=6, label=label or None, gid=str(index))
     axes.annotate(label, (x, y), xytext=(6, 0), textcoords="offset points", fontsize=8, color=colour, va="center")
+
+
+def named_dots(
+    axes: Axes, points: Sequence[Named], kinds: Mapping[int, str], spread: Sequence[tuple[float, float]] | None = None
+) -> None:
+    """Points with a name each, of several kinds: what each style stands for. Call it when the axes have their limits."""
+    for style, kind in kinds.items():
+        mine = [place for place, point in enumerate(points) if point.style == style]
+        if not mine:
+            continue
+        xs, ys, colour = [points[place].x for place in mine], [points[place].y for place in mine], COLOURS[style]
+        if spread is not None:
+            lows, highs = zip(*(spread[place] for place in mine), strict=True)
+            axes.vlines(xs, lows, highs, color=colour, linewidth=1, gid=kind)
+        axes.plot(xs, ys, "D" if style else "o", color=colour, markersize=6, label=kind, gid=str(style))
+    label_points(axes, points)
+
+
+def edge(axes: Axes, points: Sequence[tuple[float, float]], label: str) -> None:
+    """A broad line behind all else, without a name beside it."""
+    axes.plot(*zip(*points, strict=True), color="#cccccc", linewidth=4, zorder=0, label=f"_{label}", gid="7")
 
 
 def rule(axes: Axes, y: float, label: str, at: float = 0.01) -> None:
     """A level to compare with; its name stands at this share of the width, so that those of near levels can stand apart."""
-    axes.axhline(y, color="#777777", linewidth=0.9, linestyle=(0, (2, 2)))
+    axes.axhline(y, color="#777777", linewidth=0.9, linestyle=(0, (2, 2)), label=label, gid=LEVEL)
     axes.annotate(label, (at, y), xycoords=("axes fraction", "data"), fontsize=8, color="#555555", va="bottom")
 
 

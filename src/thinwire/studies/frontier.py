@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.lab.figure import COLOURS
 from thinwire.planner.links import format_bytes
-from thinwire.studies.figure import Page, logarithmic, title
-from thinwire.studies.labels import Named, label_points
-from thinwire.studies.measured import DEMO_MUON, OURS, cells, curves
+from thinwire.studies.figure import Drawing, Page, logarithmic, named_dots, title
+from thinwire.studies.labels import Named
+from thinwire.studies.measured import DEMO_MUON, KINDS, OURS, cells, curves
 from thinwire.studies.q11_compressors import standings
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, text_trial
 from thinwire.studies.study import FULL, SIZES, SMALL, Claim, Finding, Study, table
@@ -109,10 +108,24 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         these = f"; these do: {', '.join(better)}" if better else ""
         claims.append(Claim(f"no peer has both a lower loss and fewer bytes than DeMo {point.name}{these}", not better))
     heads = ("method", "loss", "sent per step", f"s per step, {_LINK}", "")
-    return Finding(table(heads, lines), claims)
+    return Finding(table(heads, lines), claims, _answer(points))
 
 
-def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+def _answer(points: Sequence[Point]) -> str:
+    best = [point for point in points if not any(point.is_beaten_by(other) for other in points)]
+    if not best:
+        return ""
+    words = [
+        f"{'DeMo ' if point.is_ours else ''}{point.name} ({point.loss:.3f}, {format_bytes(point.sent)})" for point in best
+    ]
+    ours = sum(point.is_ours for point in best)
+    return (
+        f"Of {len(points)} methods and settings, {len(best)} are beaten by none in both loss and bytes per step, {ours} of "
+        f"them DeMo's: {'; '.join(words)}."
+    )
+
+
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     points = _points(rows, results)
     if not points:
         return {}
@@ -125,11 +138,10 @@ def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
     if timed:
         _panel(page.panels[1], [(point, point.seconds or 0.0) for point in timed])
         title(page.panels[1], "Loss against time at 100 Mbit/s", "seconds per step", _LOSS)
-    page.save(folder / "frontier.png")
     caption = "Last validation loss, a mean over seeds, against what a replica sends per step"
     if timed:
         caption += ", and against the time of a step at 100 Mbit/s: the network lab's, for DeMo with the bytes that differ"
-    return {"frontier.png": f"{caption}. Diamonds are DeMo's."}
+    return {"frontier.png": Drawing(page, f"{caption}. Diamonds are DeMo's.")}
 
 
 def _panel(axes: "Axes", pairs: Sequence[tuple[Point, float]]) -> None:
@@ -138,12 +150,7 @@ def _panel(axes: "Axes", pairs: Sequence[tuple[Point, float]]) -> None:
     low, high = min(costs), max(costs)
     spread = high / low if high > low else 10.0
     axes.set_xlim(low / spread**0.08, high * spread**0.2)
-    named = []
-    for point, cost in pairs:
-        style = int(point.is_ours)
-        axes.plot([cost], [point.loss], "D" if point.is_ours else "o", color=COLOURS[style], markersize=6)
-        named.append(Named(cost, point.loss, point.name, style))
-    label_points(axes, named)
+    named_dots(axes, [Named(cost, point.loss, point.name, int(point.is_ours)) for point, cost in pairs], KINDS)
 
 
 STUDY = Study(
@@ -153,4 +160,5 @@ STUDY = Study(
     find=_find,
     plan=_plan,
     draw=_draw,
+    sources=("lab", "lab_losses"),
 )

@@ -1,10 +1,10 @@
 """Names beside points and at the ends of lines, put where they do not cover each other."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
 
-from thinwire.lab.figure import COLOURS
+from thinwire.pages.styles import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,17 +53,27 @@ def label_points(axes: "Axes", points: Sequence[Named]) -> None:
 
 def label_ends(axes: "Axes", ends: Sequence[Named]) -> None:
     """Names to the right of the ends of lines, moved up and down until none covers another."""
-    heights = [y for _, y in _centres(axes, ends)]
-    order = sorted(range(len(ends)), key=lambda place: heights[place])
-    free = list(heights)
+    centres = _centres(axes, ends)
+    sizes = [_size(end.label) for end in ends]
+    order = sorted(range(len(ends)), key=lambda place: centres[place][1])
+    free = [y for _, y in centres]
     for _ in range(200):
-        for below, above in pairwise(order):
-            lacking = _HIGH - (free[above] - free[below])
+        for below, above in combinations(order, 2):
+            (left, _), (other, _) = centres[below], centres[above]
+            if left + sizes[below][0] < other or other + sizes[above][0] < left:
+                continue
+            lacking = (sizes[below][1] + sizes[above][1]) / 2 - (free[above] - free[below])
             if lacking > 1e-3:
                 free[below] -= lacking / 2
                 free[above] += lacking / 2
     for place, end in enumerate(ends):
-        _write(axes, end, (18, free[place] - heights[place]))
+        moved = free[place] - centres[place][1]
+        _write(axes, end, (18, moved) if abs(moved) > 2 else (6, moved))
+
+
+def _size(label: str) -> tuple[float, float]:
+    lines = label.split("\n")
+    return _WIDE * max(len(one) for one in lines) + 18, _HIGH * len(lines)
 
 
 def _scale(axes: "Axes") -> float:

@@ -11,6 +11,8 @@ from thinwire.studies.results import best_folder
 DEMO, DEMO_AFTER, DEMO_MUON, ADAMW = "demo", "demo-after", "demo-muon", "adamw"
 # Those of this project; all others are peers.
 OURS = (DEMO, DEMO_AFTER, DEMO_MUON)
+# The styles of the two kinds, in figures that name every point.
+KINDS = {0: "other methods", 1: "DeMo"}
 # The lab's links without delay, slowest first, and their rates in Mbit/s.
 RATES = {"10mbit": 10, "100mbit": 100, "1gbit": 1000}
 NOTHING = "| rows | |\n| --- | --- |\n| none stored | run `thinwire lab compare`, then the report again |"

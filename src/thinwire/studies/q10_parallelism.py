@@ -13,10 +13,10 @@ import torch
 from thinwire.exchange.plan import ExchangePlan
 from thinwire.parallel.rehearsal import Rehearsal, difference, on_a_mesh, on_whole_replicas
 from thinwire.slabs import LocalTensor
-from thinwire.studies.figure import Page, dot, names_below, title
+from thinwire.studies.figure import Drawing, Page, dot, names_below, title
 from thinwire.studies.settings import DEMO_RULES, text_trial
 from thinwire.studies.simulation import Simulation, VirtualReplicas
-from thinwire.studies.study import FULL, SIZES, Claim, Finding, Study, table
+from thinwire.studies.study import FULL, SIZES, Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row, Trial, train
 from thinwire.studies.tuning import SEEDS, Contender, Outcome, outcomes
 from thinwire.training.config import TrainConfig
@@ -211,7 +211,26 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         "Trained in the simulator, at one learning rate per rule; what travels is bits per index and value.\n\n"
         f"{table(('stored or computed in', 'loss', 'beside float32', 'sent bytes', 'what travels'), lines)}"
     )
-    return Finding(text, [*_mesh_claims(meshes), *_precision_claims(found)])
+    return Finding(text, [*_mesh_claims(meshes), *_precision_claims(found)], _answer(meshes, found))
+
+
+def _answer(meshes: dict[str, Row], found: dict[tuple[str, str], Outcome]) -> str:
+    parts, claims = [], _mesh_claims(meshes)
+    if claims:
+        lead = verdict(claims, "give", "give, in part,", "do not give")
+        given = max(row["given_difference"] for row in meshes.values())
+        words = f"Replicas that FSDP2, HSDP or tensor parallel plans spread over ranks {lead} the result of whole ones"
+        parts.append(f"{words}: given the same gradients, parameters differ by {given:.1g} at most.")
+    gaps = [
+        f"{rule} rule, {precision} {one.mean - whole.mean:+.3f}"
+        for (rule, precision), one in found.items()
+        if precision != _WHOLE and (whole := found.get((rule, _WHOLE))) is not None
+    ]
+    if gaps:
+        wires = dict.fromkeys(f"{rule} rule {row['wire']}" for (rule, _), one in found.items() for row in one.rows)
+        bits = "; ".join(wires)
+        parts.append(f"With one thing in bfloat16, the loss changes: {'; '.join(gaps)}. Bits per index and value: {bits}.")
+    return " ".join(parts)
 
 
 def _mesh_claims(meshes: dict[str, Row]) -> list[Claim]:
@@ -243,7 +262,7 @@ def _precision_claims(found: dict[tuple[str, str], Outcome]) -> list[Claim]:
     return claims
 
 
-def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     found = _outcomes(rows)
     rules = list(dict.fromkeys(rule for rule, _ in found))
     page = Page(max(1, len(rules)), height=3.6, width=4.8)
@@ -254,8 +273,11 @@ def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
                 dot(axes, index, loss, "", index)
         names_below(axes, [name.replace(" ", "\n") for name in mine])
         title(axes, f"{rule.capitalize()} rule", "", "validation loss (nats per byte)")
-    page.save(folder / "precision.png")
-    return {"precision.png": "Last validation loss of every seed, with one thing in bfloat16 and the rest in float32."}
+    return {
+        "precision.png": Drawing(
+            page, "Last validation loss of every seed, with one thing in bfloat16 and the rest in float32."
+        )
+    }
 
 
 STUDY = Study(

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thinwire.lab.figure import COLOURS
 from thinwire.lab.rows import Cell
 from thinwire.planner.links import format_bytes
-from thinwire.studies.figure import Page, logarithmic, title
-from thinwire.studies.labels import Named, label_points
-from thinwire.studies.measured import ADAMW, DEMO, DEMO_MUON, NOTHING, OURS, Tuned, cells, curves
+from thinwire.studies.figure import Drawing, Page, edge, logarithmic, named_dots, title
+from thinwire.studies.labels import Named
+from thinwire.studies.measured import ADAMW, DEMO, DEMO_MUON, KINDS, NOTHING, OURS, Tuned, cells, curves
 from thinwire.studies.study import Claim, Finding, Study, table
 from thinwire.studies.trials import Row
 
@@ -90,7 +89,22 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         for one in known
     ]
     heads = ("method", "loss", "learning rate", "rates tried", "seeds", "sent per step", "s per step", "s in all", "")
-    return Finding(f"{_READING}\n\n{table(heads, lines)}", _claims({one.method: one for one in known}, best))
+    claims = _claims({one.method: one for one in known}, best)
+    return Finding(f"{_READING}\n\n{table(heads, lines)}", claims, _answer(known, best))
+
+
+def _answer(known: Sequence[Standing], best: Sequence[str]) -> str:
+    parts = [f"{one.method} ({one.loss:.3f}, {format_bytes(one.sent)})" for one in known if one.method in best]
+    words = f"Of {len(known)} methods, these are beaten by none in both loss and bytes per step: {', '.join(parts)}."
+    behind = [
+        f"{one.method} by {', '.join(other.method for other in known if one.is_beaten_by(other))}"
+        for one in known
+        if one.method in OURS and one.method not in best
+    ]
+    adamw = next((one for one in known if one.method == ADAMW), None)
+    if adamw is not None:
+        words += f" AdamW on whole gradients ends at {adamw.loss:.3f} with {format_bytes(adamw.sent)}."
+    return words + (f" Of DeMo's, {'; '.join(behind)} is beaten." if behind else "")
 
 
 def _claims(by_name: Mapping[str, Standing], best: Sequence[str]) -> list[Claim]:
@@ -126,7 +140,7 @@ def _these(names: Sequence[str]) -> str:
     return f"; these do: {', '.join(names)}" if names else ""
 
 
-def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     known = standings(curves(results), cells(results))
     if not known:
         return {}
@@ -138,11 +152,11 @@ def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
     logarithmic(page.panels[1], (250, 500, 1000, 2000))
     num_steps = known[0].tuned.curve.points[-1][0]
     title(page.panels[1], "Loss against time at 100 Mbit/s, 2 replicas", f"seconds of {num_steps} steps", _LOSS)
-    page.save(folder / "frontier.png")
-    return {
-        "frontier.png": "Last validation loss of every method, with the range of its seeds, against what a replica sends "
+    caption = (
+        "Last validation loss of every method, with the range of its seeds, against what a replica sends "
         "per step, and against the time of all steps at 100 Mbit/s. The grey lines join methods that no other beats in both."
-    }
+    )
+    return {"frontier.png": Drawing(page, caption)}
 
 
 def _draw_panel(axes: "Axes", known: Sequence[Standing], costs: Sequence[float]) -> None:
@@ -151,16 +165,11 @@ def _draw_panel(axes: "Axes", known: Sequence[Standing], costs: Sequence[float])
     low, high = min(costs), max(costs)
     axes.set_xlim(low * (low / high) ** 0.12, high * (high / low) ** 0.2)
     pairs = sorted((cost, one.loss) for one, cost in zip(known, costs, strict=True))
-    edge = [pair for place, pair in enumerate(pairs) if all(pair[1] < loss for _, loss in pairs[:place])]
-    axes.plot(*zip(*edge, strict=True), color="#cccccc", linewidth=4, zorder=0)
-    points = []
-    for one, cost in zip(known, costs, strict=True):
-        ends, ours = one.tuned.curve.ends, one.method in OURS
-        colour = COLOURS[int(ours)]
-        axes.plot([cost] * 2, [min(ends), max(ends)], color=colour, linewidth=1)
-        axes.plot([cost], [one.loss], "D" if ours else "o", color=colour, markersize=7 if ours else 5)
-        points.append(Named(cost, one.loss, one.method, int(ours)))
-    label_points(axes, points)
+    edge(axes, [pair for place, pair in enumerate(pairs) if all(pair[1] < loss for _, loss in pairs[:place])], "not beaten")
+    pairs_known = zip(known, costs, strict=True)
+    points = [Named(cost, one.loss, one.method, int(one.method in OURS)) for one, cost in pairs_known]
+    ends = [one.tuned.curve.ends for one in known]
+    named_dots(axes, points, KINDS, [(min(some), max(some)) for some in ends])
 
 
 STUDY = Study(
@@ -169,4 +178,5 @@ STUDY = Study(
     "How does DeMo compare with other compressors, in the same harness and each with its own learning rate?",
     find=_find,
     draw=_draw,
+    sources=("lab", "lab_losses"),
 )

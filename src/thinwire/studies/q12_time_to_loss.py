@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 from thinwire.lab.losses import Curve, seconds_to
 from thinwire.lab.table import loss_table
-from thinwire.studies.figure import Page, line, logarithmic, room_for_labels, title
-from thinwire.studies.labels import Named, label_ends
+from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, title
 from thinwire.studies.measured import ADAMW, NOTHING, OURS, RATES, cells, curves, link_words
-from thinwire.studies.study import Claim, Finding, Study
+from thinwire.studies.study import Claim, Finding, Study, verdict
 from thinwire.studies.trials import Row
 
 if TYPE_CHECKING:
@@ -46,7 +45,26 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         parts += [f"**Seconds to a validation loss of {target:g}**", loss_table(list(measured.values()), known, target)]
         parts += [f"{steps} {never}"]
         claims += _claims(times(results, target), target)
-    return Finding("\n\n".join(parts), claims)
+    first = [claim for claim in claims if "before every peer" in claim.text]
+    lead = verdict(first, "Yes, on every link", "On some links", "No")
+    return Finding("\n\n".join(parts), claims, f"{lead}. {_answer(results)}" if claims else "")
+
+
+def _answer(results: Path) -> str:
+    """The first of DeMo's and the first peer, on every link without delay."""
+    sentences = []
+    for target in TARGETS:
+        found, parts = times(results, target), []
+        for link in RATES:
+            here = sorted((seconds, name) for (name, where), seconds in found.items() if where == link)
+            mine, peers = ([one for one in here if (one[1] in OURS) == ours] for ours in (True, False))
+            if mine and peers:
+                (own, name), (other, peer) = mine[0], peers[0]
+                parts.append(
+                    f"{link_words(link)} by {name} after {own:,.0f} s, by the first peer, {peer}, after {other:,.0f} s"
+                )
+        sentences += [f"A loss of {target:g} is reached {'; '.join(parts)}."] if parts else []
+    return " ".join(sentences)
 
 
 def _steps(curve: Curve, target: float) -> str:
@@ -73,7 +91,7 @@ def _claims(found: dict[tuple[str, str], float], target: float) -> list[Claim]:
     return claims
 
 
-def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     by_target = {target: found for target in TARGETS if (found := times(results, target))}
     # A method has one style in all figures.
     names = list(dict.fromkeys(name for found in by_target.values() for name, _ in found))
@@ -84,28 +102,24 @@ def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
             _draw_panel(axes, {key: seconds for key, seconds in found.items() if key[1].endswith(delay)}, names, delay)
             where = "round trip 80 ms" if delay else "no delay"
             axes.set_title(f"To a loss of {target:g}, 2 hosts, {where}", loc="left", fontsize=10)
-        page.save(folder / f"time_to_{target:g}.png")
-        figures[f"time_to_{target:g}.png"] = f"Seconds to a validation loss of {target:g} against the rate of the link."
+        caption = f"Seconds to a validation loss of {target:g} against the rate of the link."
+        figures[f"time_to_{target:g}.png"] = Drawing(page, caption)
     return figures
 
 
 def _draw_panel(axes: "Axes", found: dict[tuple[str, str], float], names: Sequence[str], delay: str) -> None:
     """A line per method; DeMo's are thicker."""
     axes.set_yscale("log")
-    ends = []
     for index, name in enumerate(names):
         points = [(float(rate), found[name, link + delay]) for link, rate in RATES.items() if (name, link + delay) in found]
         if points:
-            line(axes, points, "", index)
-            axes.lines[-1].set_linewidth(3.0 if name in OURS else 1.2)
-            ends.append(Named(*max(points), name, index))
+            line(axes, points, name, index, thickness=3.0 if name in OURS else 1.2)
     logarithmic(axes, list(RATES.values()))
     room_for_labels(axes, 0.4)
     axes.set_ylim(100, 15_000)
     axes.set_yticks(_TICKS, [f"{tick:,}" for tick in _TICKS])
     axes.minorticks_off()
     title(axes, "", "link (Mbit/s)", "seconds of training")
-    label_ends(axes, ends)
 
 
 STUDY = Study(
@@ -114,4 +128,5 @@ STUDY = Study(
     "End to end, is it faster? Seconds of training to a fixed loss on links of stated speed, per method.",
     find=_find,
     draw=_draw,
+    sources=("lab", "lab_losses"),
 )

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from thinwire.lab.figure import draw_breakdown
+from thinwire.lab.figure import breakdown
 from thinwire.lab.rows import Cell
+from thinwire.studies.figure import Drawing, Page
 from thinwire.studies.measured import ADAMW, DEMO, NOTHING, RATES, cells, link_words
 from thinwire.studies.results import stored
 from thinwire.studies.study import Claim, Finding, Study, table
@@ -41,7 +42,23 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
     if steps:
         parts += [_GPU, _gpu_table(steps)]
         claims += _gpu_claims(steps)
-    return Finding("\n\n".join(parts) or NOTHING, claims)
+    eaten = [link_words(link) for link, (saved, cost) in _gains(measured).items() if saved <= cost]
+    lead = f"Only {' and '.join(eaten)}" if eaten else "No"
+    return Finding("\n\n".join(parts) or NOTHING, claims, f"{lead}. {_answer(measured, steps)}" if claims else "")
+
+
+def _answer(measured: Mapping[tuple[str, str], Cell], steps: Sequence[Row]) -> str:
+    parts = [
+        f"{link_words(link)} {1e3 * saved:,.0f} ms less waiting for {1e3 * cost:,.0f} ms more of compressing"
+        for link, (saved, cost) in _gains(measured).items()
+    ]
+    words = f"Beside AdamW, a step of DeMo has {'; '.join(parts)}." if parts else ""
+    known = {(row["contender"], row["replicas"]): row["median_ms"] for row in _gpu_rows(steps)}
+    mine = [f"{spent:.1f} ms with {replicas}" for (name, replicas), spent in known.items() if name == _OURS_STEP]
+    if mine and (_ADAMW_STEP, None) in known:
+        words += f" On a GPU, a whole local step of the 1B model takes {', '.join(mine)} replicas' payloads, and fused AdamW"
+        words += f" {known[_ADAMW_STEP, None]:.1f} ms."
+    return words.strip()
 
 
 def _table(measured: Mapping[tuple[str, str], Cell]) -> str:
@@ -54,14 +71,20 @@ def _table(measured: Mapping[tuple[str, str], Cell]) -> str:
     return table(("link", "method", "step (median)", *_COLUMNS, "hidden"), lines)
 
 
-def _link_claims(measured: Mapping[tuple[str, str], Cell]) -> list[Claim]:
-    claims = []
+def _gains(measured: Mapping[tuple[str, str], Cell]) -> dict[str, tuple[float, float]]:
+    """Seconds of waiting that DeMo saves beside AdamW in a step on each link, and what its compressor costs."""
+    found = {}
     for link in _LINKS:
         demo, adamw = measured.get((DEMO, link)), measured.get((ADAMW, link))
-        if demo is None or adamw is None:
-            continue
-        cost = compressor_seconds(demo) - compressor_seconds(adamw)
-        saved = adamw.parts["exposed"] - demo.parts["exposed"]
+        if demo is not None and adamw is not None:
+            saved = adamw.parts["exposed"] - demo.parts["exposed"]
+            found[link] = (saved, compressor_seconds(demo) - compressor_seconds(adamw))
+    return found
+
+
+def _link_claims(measured: Mapping[tuple[str, str], Cell]) -> list[Claim]:
+    claims = []
+    for link, (saved, cost) in _gains(measured).items():
         text = f"{link_words(link)}, demo's compressor saves more waiting than it costs: {1e3 * saved:,.0f} ms saved"
         claims.append(Claim(f"{text}, {1e3 * cost:,.0f} ms more than AdamW's update", saved > cost))
     known = [(cell, link) for link in _LINKS if (cell := measured.get((DEMO, link)))]
@@ -102,14 +125,15 @@ def _gpu_claims(steps: Sequence[Row]) -> list[Claim]:
     return claims
 
 
-def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     measured = cells(results)
     figures = {}
     for link, rate in RATES.items():
         chosen = [measured[name, link] for name in _SHOWN if (name, link) in measured]
         if chosen:
-            draw_breakdown(chosen, folder / f"breakdown_{link}.png", f"Where a step's time goes: {rate} Mbit/s, 2 hosts")
-            figures[f"breakdown_{link}.png"] = f"Where a step's time goes at {rate} Mbit/s, two hosts."
+            page = Page(figure=breakdown(chosen, f"Where a step's time goes: {rate} Mbit/s, 2 hosts"))
+            caption = f"Where a step's time goes at {rate} Mbit/s, two hosts."
+            figures[f"breakdown_{link}.png"] = Drawing(page, caption)
     return figures
 
 
@@ -119,4 +143,5 @@ STUDY = Study(
     "Where does an iteration's time go, and does the compressor eat the gain?",
     find=_find,
     draw=_draw,
+    sources=("lab", "step"),
 )

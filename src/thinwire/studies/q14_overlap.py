@@ -5,8 +5,7 @@ from pathlib import Path
 
 from thinwire.lab.rows import Cell
 from thinwire.planner.link_spec import UNSHAPED
-from thinwire.studies.figure import Page, line, logarithmic, room_for_labels, title
-from thinwire.studies.labels import Named, label_ends
+from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, title
 from thinwire.studies.measured import ADAMW, DEMO, DEMO_AFTER, NOTHING, RATES, cells, link_words
 from thinwire.studies.study import Claim, Finding, Study, table
 from thinwire.studies.trials import Row
@@ -60,7 +59,17 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         lines.append([link, *(f"{value:.2f}" for value in values), f"{demo.parts['exposed']:.2f}"])
     heads = ("link", "DDP: without (computed)", "DDP (measured)", "DDP: perfect (computed)", "DeMo: after", "DeMo: overlap")
     text = f"{_READING}\n\n{table((*heads, 'hidden', 'exposed'), lines)}"
-    return Finding(text, _claims(measured, links))
+    claims = _claims(measured, links)
+    pairs = {
+        link_words(link): (measured[DEMO_AFTER, link].seconds, perfect_overlap(measured[ADAMW, link]))
+        for link in RATES
+        if link in links
+    }
+    pointless = [where for where, (mine, bound) in pairs.items() if mine >= bound]
+    words = "; ".join(f"{where} {mine:.2f} s against {bound:.2f} s" for where, (mine, bound) in pairs.items())
+    lead = f"Only {' and '.join(pointless)}" if pointless else "No"
+    answer = f"{lead}. A step of DeMo without overlap, beside one of DDP with perfect overlap, takes {words}."
+    return Finding(text, claims, answer)
 
 
 def _claims(measured: Mapping[tuple[str, str], Cell], links: Sequence[str]) -> list[Claim]:
@@ -84,7 +93,7 @@ def _claims(measured: Mapping[tuple[str, str], Cell], links: Sequence[str]) -> l
     return claims
 
 
-def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     measured = cells(results)
     links = [link for link in RATES if link in _links(measured)]
     if not links:
@@ -98,20 +107,16 @@ def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
     }
     page = Page(2, height=4.4, width=6.2)
     for axes, delay in zip(page.panels, ("", ",80ms"), strict=True):
-        ends = []
         axes.set_yscale("log")
         for index, (name, seconds) in enumerate(kinds.items()):
             points = [(float(RATES[link]), seconds(link + delay)) for link in links if (ADAMW, link + delay) in measured]
-            line(axes, points, "", index)
-            ends.append(Named(*max(points), name, index))
+            line(axes, points, name, index)
         logarithmic(axes, list(RATES.values()))
         room_for_labels(axes, 0.5)
         axes.set_yticks([0.5, 1, 2, 5, 10, 20, 50], ["0.5", "1", "2", "5", "10", "20", "50"])
         axes.minorticks_off()
         title(axes, f"Overlap, {'round trip 80 ms' if delay else 'no delay'}, 2 hosts", "link (Mbit/s)", "seconds per step")
-        label_ends(axes, ends)
-    page.save(folder / "overlap.png")
-    return {"overlap.png": "Seconds per step with and without overlap, against the rate of the link."}
+    return {"overlap.png": Drawing(page, "Seconds per step with and without overlap, against the rate of the link.")}
 
 
 STUDY = Study(
@@ -120,4 +125,5 @@ STUDY = Study(
     "Does overlap make compression pointless? With and without overlap, for DDP and for DeMo.",
     find=_find,
     draw=_draw,
+    sources=("lab",),
 )

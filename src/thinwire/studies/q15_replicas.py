@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from thinwire.studies.figure import Page, line, logarithmic, room_for_labels, title
+from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, title
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, MIDDLE, text_trial
 from thinwire.studies.study import FULL, SIZES, SMALL, Claim, Finding, Study, table
 from thinwire.studies.trials import Row, Trial
@@ -75,7 +75,20 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         (method, batch, *(mine[count].words if count in mine else "" for count in counts))
         for (method, batch), mine in sorted(found.items(), key=lambda pair: pair[0][::-1])
     ]
-    return Finding(table(("method", "examples per step", *(f"R = {count}" for count in counts)), lines), _claims(found))
+    head = ("method", "examples per step", *(f"R = {count}" for count in counts))
+    return Finding(table(head, lines), _claims(found), _answer(found))
+
+
+def _answer(found: dict[tuple[str, str], dict[int, Outcome]]) -> str:
+    parts = []
+    for batch in (_TOGETHER, _ALONE):
+        words = []
+        for (method, of), mine in found.items():
+            if of == batch and len(mine) > 1:
+                few, many = min(mine), max(mine)
+                words.append(f"{method} {mine[few].mean:.3f} with {few} and {mine[many].mean:.3f} with {many}")
+        parts += [f"{batch}: {', '.join(words)}"] if words else []
+    return f"Last losses by the number of replicas. {'. '.join(part.capitalize() for part in parts)}." if parts else ""
 
 
 def _claims(found: dict[tuple[str, str], dict[int, Outcome]]) -> list[Claim]:
@@ -107,7 +120,7 @@ def _costs_little(text: str, more: float) -> Claim:
     return Claim(f"{text}, less than {_LITTLE} above", more < _LITTLE)
 
 
-def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     found = _outcomes(rows)
     page = Page(2)
     for axes, batch in zip(page.panels, (_TOGETHER, _ALONE), strict=True):
@@ -119,8 +132,9 @@ def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
         logarithmic(axes, sorted({count for by_count in mine.values() for count in by_count}))
         room_for_labels(axes)
         title(axes, batch.capitalize(), "replicas", "validation loss (nats per byte)")
-    page.save(folder / "replicas.png")
-    return {"replicas.png": "Last validation loss against the number of replicas, each at its best learning rate."}
+    return {
+        "replicas.png": Drawing(page, "Last validation loss against the number of replicas, each at its best learning rate.")
+    }
 
 
 STUDY = Study(

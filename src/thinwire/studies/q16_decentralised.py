@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from thinwire.exchange.choice import ALL_GATHER, HIERARCHICAL, OWNER
-from thinwire.studies.figure import Page, line, logarithmic, room_for_labels, title
-from thinwire.studies.labels import Named, label_ends
+from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, title
 from thinwire.studies.results import stored
 from thinwire.studies.study import Claim, Finding, Study, table
 from thinwire.studies.trials import Row
@@ -59,7 +58,21 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
     inside = [row["inside_received"] / 1e6 for row in measured if row["inside_received"]]
     if inside:
         text += f"\n\nInside its island a rank receives {min(inside):.1f} to {max(inside):.1f} MB besides, over fast links."
-    return Finding(f"{_READING}\n\n{text}", _claims(measured) if measured else ())
+    claims = _claims(measured) if measured else []
+    answer = (
+        "Neither. Replicas that train together exchange payloads without a server, every one of them in every step, and all "
+        f"take the same step; with an elastic transport they may come and go. {_growth(measured)}"
+    )
+    return Finding(f"{_READING}\n\n{text}", claims, answer if claims else "")
+
+
+def _growth(measured: Sequence[Row]) -> str:
+    parts = []
+    for exchange in (ALL_GATHER, OWNER):
+        mine = sorted((row["ranks"], row["received"] / 1e3) for row in measured if row["exchange"] == exchange)
+        if mine:
+            parts.append(f"{exchange} {mine[0][1]:,.1f} kB with {mine[0][0]} and {mine[-1][1]:,.1f} kB with {mine[-1][0]}")
+    return f"What a replica received in a step, by their number: {'; '.join(parts)}."
 
 
 def _claims(measured: Sequence[Row]) -> list[Claim]:
@@ -89,24 +102,21 @@ def _claims(measured: Sequence[Row]) -> list[Claim]:
     return claims
 
 
-def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     measured = [row for row in stored(results, "received_bytes") if row["received"]]
     if not measured:
         return {}
     page = Page()
-    (axes,), ends = page.panels, []
+    (axes,) = page.panels
     axes.set_yscale("log")
     for index, exchange in enumerate(dict.fromkeys(row["exchange"] for row in measured)):
         points = [(float(row["ranks"]), row["received"] / 1e3) for row in measured if row["exchange"] == exchange]
-        line(axes, points, "", index)
-        ends.append(Named(*max(points), exchange, index))
+        line(axes, points, exchange, index)
     logarithmic(axes, sorted({row["ranks"] for row in measured}))
     axes.set_yticks([10, 100, 1000], ["10", "100", "1,000"])
     room_for_labels(axes)
     title(axes, "Received in a step, two layers of 1,024 x 1,024", "ranks", "kB received per rank and step")
-    label_ends(axes, ends)
-    page.save(folder / "received.png")
-    return {"received.png": "What a rank receives in a step from other replicas, or from other islands."}
+    return {"received.png": Drawing(page, "What a rank receives in a step from other replicas, or from other islands.")}
 
 
 STUDY = Study(
@@ -115,4 +125,5 @@ STUDY = Study(
     "All-reduce or gossip: what does decentralised mean here, what must each replica reach, and what if one is gone?",
     find=_find,
     draw=_draw,
+    sources=("received_bytes",),
 )

@@ -5,10 +5,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from thinwire.studies.figure import Page, line, room_for_labels, title
+from thinwire.studies.figure import Drawing, Page, line, room_for_labels, title
 from thinwire.studies.payloads import plan_of, topk_for_bytes
 from thinwire.studies.settings import DEMO_RULES, text_trial
-from thinwire.studies.study import FULL, SIZES, Claim, Finding, Study, table
+from thinwire.studies.study import FULL, SIZES, Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row, Trial
 from thinwire.studies.tuning import SEEDS, Contender, Outcome, due, outcomes
 from thinwire.wire.values import VALUE_CODECS
@@ -86,7 +86,24 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         "Equal bytes: k is such that the payload comes nearest to that of the rule's first line, with headers, indices and "
         f"dense tensors. `{_CHEAPEST}` belongs to both; the other codecs of more than one bit were not tried at equal k."
     )
-    return Finding(f"{table(head, lines)}\n\n{words}", _claims(found))
+    claims = _claims(found)
+    equal = [claim for claim in claims if "at equal bytes" in claim.text]
+    lead = verdict(
+        equal, "No: one bit of more coefficients is worth more", "With some rules", "At equal bytes one bit is not ahead"
+    )
+    return Finding(f"{table(head, lines)}\n\n{words}", claims, f"{lead}. {_answer(found)}" if equal else "")
+
+
+def _answer(found: dict[Case, Outcome]) -> str:
+    sentences = []
+    for update in DEMO_RULES[FULL]:
+        mine = {case: one for case, one in found.items() if case[0] == update}
+        equal = sorted((one.mean, values) for (_, alike, values), one in mine.items() if alike == _BYTES)
+        words = f"With the {update} rule, at equal bytes: {', '.join(f'{values} {loss:.3f}' for loss, values in equal)}"
+        whole = mine.get((update, _TOPK, "float32"))
+        words += f"; float32 at equal k {whole.mean:.3f}, with {whole.rows[0]['sent_bytes']:,} bytes" if whole else ""
+        sentences += [f"{words}."] if equal else []
+    return " ".join(sentences)
 
 
 def _claims(found: dict[Case, Outcome]) -> list[Claim]:
@@ -108,7 +125,7 @@ def _claims(found: dict[Case, Outcome]) -> list[Claim]:
     return claims
 
 
-def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     found = _outcomes(rows)
     page = Page(len(DEMO_RULES[FULL]))
     for axes, update in zip(page.panels, DEMO_RULES[FULL], strict=True):
@@ -124,11 +141,11 @@ def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
         axes.set_xticks(range(len(_CODECS)), _CODECS)
         room_for_labels(axes, 0.2)
         title(axes, f"{update.capitalize()} rule", "how a value is written", "validation loss (nats per byte)")
-    page.save(folder / "values.png")
-    return {
-        "values.png": "Last validation loss against the value codec, from 1 bit to 32, with k chosen for equal bytes and "
+    caption = (
+        "Last validation loss against the value codec, from 1 bit to 32, with k chosen for equal bytes and "
         "with equal k; the band is the range over seeds."
-    }
+    )
+    return {"values.png": Drawing(page, caption)}
 
 
 STUDY = Study(

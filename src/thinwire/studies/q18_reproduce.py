@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from thinwire.studies.study import Claim, Finding, Study, table
+from thinwire.studies.study import Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row
 from thinwire.training.models import is_image_model, num_parameters
 from thinwire.training.peer_costs import rehearse
@@ -66,7 +66,13 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         size = f"{parameters_of(name) / 1e6:,.1f} M"
         lines.append([name, first_line, f"`{command_of(name)}`", size, f"{schedule.steps:,}", f"{seen:,} {unit}"])
     heads = ("recipe", "what it is", "command", "parameters", "steps", "sees")
-    return Finding(f"{_READING}\n\n{table(heads, lines, 3)}\n\n{_DIFFERS}", _claims())
+    claims = _claims()
+    lead = verdict(claims, "Yes", "In part", "No")
+    answer = (
+        f"{lead}: `thinwire train RECIPE`, for {len(RECIPES)} recipes and {len(OPTIMIZERS)} optimizers. Those of the paper "
+        f"({', '.join(PAPER_RECIPES)}) have its sizes and hyper-parameters, and have not been trained to their end here."
+    )
+    return Finding(f"{_READING}\n\n{table(heads, lines, 3)}\n\n{_DIFFERS}", claims, answer)
 
 
 def _claims() -> list[Claim]:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
-from thinwire.lab.figure import COLOURS, DASHES, MARKS
-from thinwire.studies.figure import Page, title
-from thinwire.studies.study import Claim, Finding, Study, table
+from thinwire.pages.styles import COLOURS, DASHES, MARKS
+from thinwire.studies.figure import Drawing, Page, title
+from thinwire.studies.study import Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row
 
 Triple = tuple[float, float, float]
@@ -116,10 +116,14 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         "Oliveira and Fernandes (2009), at full severity. Tritanopia, which is rare, is not checked. Contrast is that of "
         "the Web Content Accessibility Guidelines, which ask for 3 for lines and 4.5 for small letters."
     )
-    return Finding(f"{said}\n\n{table(heads, lines)}", claims)
+    answer = (
+        f"{verdict(claims, 'Yes', 'In part', 'No')}. The least contrast of a colour with white is {least[0]:.1f}, the least "
+        f"distance of two colours {near[0]:.0f}, and {num_styles} lines can be told apart by dashes and marks alone."
+    )
+    return Finding(f"{said}\n\n{table(heads, lines)}", claims, answer)
 
 
-def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     page = Page(len(VISIONS), width=3.4)
     for axes, vision in zip(page.panels, VISIONS, strict=True):
         for index, colour in enumerate(COLOURS):
@@ -136,8 +140,7 @@ def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
         axes.set_xticks([])
         axes.set_yticks([])
         title(axes, vision, "", "")
-    page.save(folder / "styles.png")
-    return {"styles.png": "The styles of lines, as seen with usual sight, by the colour-blind, and in grey."}
+    return {"styles.png": Drawing(page, "The styles of lines, as seen with usual sight, by the colour-blind, and in grey.")}
 
 
 STUDY = Study(

@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.local_step import LocalStep
 from thinwire.studies.bases import BASES, share_in_noise, shares_by_basis
 from thinwire.studies.chunks import KINDS, take_samples, to_elements, watched_trials
-from thinwire.studies.figure import Page, line, logarithmic, room_for_labels, title
+from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, title
 from thinwire.studies.settings import DEMO_RULES
 from thinwire.studies.simulation import Simulation, VirtualReplicas
 from thinwire.studies.study import FULL, Claim, Finding, Study, table
@@ -195,10 +195,31 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         "gradients, decayed and summed, nothing was."
     )
     text = f"{head}\n\n{table(('of', *BASES), list(_lines(cases)))}"
-    return Finding(text, [*_claims(cases), *_toy_claims()])
+    return Finding(text, [*_claims(cases), *_toy_claims()], _answer(cases))
 
 
-def _draw_over_training(rows: Sequence[Row], path: Path) -> None:
+def _answer(cases: dict[Case, dict[str, float]]) -> str:
+    noise, parts, means = share_in_noise(_SHOWN, _EDGE**2), [], []
+    for of, words in _OF.items():
+        mine = [shares for case, shares in cases.items() if case[0] == of]
+        mean = {basis: 100 * _mean([shares[basis] for shares in mine]) for basis in mine[0]}
+        best = max(("identity", "Hadamard", "random"), key=lambda basis: mean[basis])
+        means.append(mean["DCT"])
+        parts.append(
+            f"of {words}, the strongest {_SHOWN} of {_EDGE**2} coefficients of a DCT hold {mean['DCT']:.1f} % of the energy "
+            f"on average, those of the {best} basis {mean[best]:.1f} %, of one fitted afterwards {mean['fitted']:.1f} %"
+        )
+    lead = "Yes" if min(means) > 50 else "Less than half of it" if max(means) > 100 * noise else "No"
+    dct, last = run_toy("DCT"), TOY_STEPS + 1
+    fast, slow = (dct.steps_to(0.1, of_fast=of_fast) or last for of_fast in (True, False))
+    return (
+        f"{lead}: {'; '.join(parts)}. White noise would have {100 * noise:.1f} % there. Fast components are few and "
+        f"steep, slow ones many and below the noise: in the toy, nine tenths of the fast error are gone by step {fast}, of "
+        f"the slow by step {slow}."
+    )
+
+
+def _draw_over_training(rows: Sequence[Row]) -> Page:
     cases, page = _cases(rows), Page(len(KINDS))
     update = next(iter(DEMO_RULES[FULL]))
     for axes, kind in zip(page.panels, KINDS, strict=True):
@@ -213,10 +234,10 @@ def _draw_over_training(rows: Sequence[Row], path: Path) -> None:
         line(axes, [(step, level) for step in sorted({case[-1] for case in cases})], "white noise", len(BASES))
         title(axes, f"{kind}, {update} rule", "step", f"energy in the strongest {_SHOWN} (%)")
         room_for_labels(axes)
-    page.save(path)
+    return page
 
 
-def _draw_over_counts(rows: Sequence[Row], of: str, path: Path) -> None:
+def _draw_over_counts(rows: Sequence[Row], of: str) -> Page:
     by_count, page = {count: _cases(rows, count) for count in COUNTS}, Page(len(KINDS))
     update = next(iter(DEMO_RULES[FULL]))
     for axes, kind in zip(page.panels, KINDS, strict=True):
@@ -230,10 +251,10 @@ def _draw_over_counts(rows: Sequence[Row], of: str, path: Path) -> None:
         logarithmic(axes, COUNTS)
         title(axes, f"{kind}, {update} rule", f"coefficients of {_EDGE**2}", "energy in them (%)")
         room_for_labels(axes)
-    page.save(path)
+    return page
 
 
-def _draw_toy(path: Path) -> None:
+def _draw_toy() -> Page:
     page = Page(2)
     first, second = page.panels
     for index, basis in enumerate(("DCT", "identity")):
@@ -252,23 +273,24 @@ def _draw_toy(path: Path) -> None:
     title(second, "Its fast and slow components", "step", "squared error left (%)")
     for axes in page.panels:
         room_for_labels(axes)
-    page.save(path)
+    return page
 
 
-def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     if not rows:
         return {}
-    _draw_over_counts(rows, GATHERED, folder / "energy_gathered.png")
-    _draw_over_counts(rows, SELECTED, folder / "energy_selected.png")
-    _draw_over_training(rows, folder / "energy_training.png")
-    _draw_toy(folder / "toy.png")
+    gathered = (
+        "Energy of all gradients, decayed and summed, in their strongest coefficients, mean over probes and seeds. Fitted: "
+        "one basis for a layer kind, known only afterwards. Own SVD: a basis for each chunk, which would have to be sent; "
+        "no separable basis holds more."
+    )
+    selected = "The same of what is selected from, which has lost what was sent before."
+    toy = "A matrix whose error is a few steep waves (fast) and many shallow ones, below the noise (slow)."
     return {
-        "energy_gathered.png": "Energy of all gradients, decayed and summed, in their strongest coefficients, mean over "
-        "probes and seeds. Fitted: one basis for a layer kind, known only afterwards. Own SVD: a basis for each chunk, "
-        "which would have to be sent; no separable basis holds more.",
-        "energy_selected.png": "The same of what is selected from, which has lost what was sent before.",
-        "energy_training.png": "The latter over the training.",
-        "toy.png": "A matrix whose error is a few steep waves (fast) and many shallow ones, below the noise (slow).",
+        "energy_gathered.png": Drawing(_draw_over_counts(rows, GATHERED), gathered),
+        "energy_selected.png": Drawing(_draw_over_counts(rows, SELECTED), selected),
+        "energy_training.png": Drawing(_draw_over_training(rows), "The latter over the training."),
+        "toy.png": Drawing(_draw_toy(), toy),
     }
 
 

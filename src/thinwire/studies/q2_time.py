@@ -24,9 +24,9 @@ from torch import Tensor
 
 from thinwire.local_step import LocalStep
 from thinwire.studies.chunks import KINDS, take_samples, to_coefficients, watched_trials
-from thinwire.studies.figure import Page, line, logarithmic, room_for_labels, rule, title
+from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, rule, title
 from thinwire.studies.simulation import Simulation, VirtualReplicas
-from thinwire.studies.study import Claim, Finding, Study, table
+from thinwire.studies.study import Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row, Trial, train
 
 LAGS = (1, 2, 4, 8, 16)
@@ -215,10 +215,21 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         _compared(rows, "often", "never", "the gradient of what is often sent varies less than that of what never is"),
         _compared(rows, "values", "residual", "sent values vary less than the residual, which is a sum over many steps"),
     ]
-    return Finding(text, claims)
+    lead = verdict(claims[:2], "Yes", "Only in part", "Not in every training and layer kind")
+    mean = {
+        group: _mean([one for _, entry in _entries(rows) for one in entry["likeness"][group]])
+        for group in ("sent", "kept", "often", "never", "values", "residual")
+    }
+    words = {group: "unknown" if one is None else f"{one:.3f}" for group, one in mean.items()}
+    answer = (
+        f"{lead}. How alike two steps are, as a cosine, on average: the gradient of what was just sent {words['sent']}, of "
+        f"what was kept {words['kept']}; of what is sent often {words['often']}, of what never is {words['never']}; 0 is "
+        f"noise. The values that are sent have {words['values']}, the residual, a sum over many steps, {words['residual']}."
+    )
+    return Finding(text, claims, answer)
 
 
-def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     figures = {}
     for update in dict.fromkeys(update for update, _ in _entries(rows)):
         page = Page(len(KINDS))
@@ -234,11 +245,10 @@ def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
             logarithmic(axes, LAGS)
             title(axes, f"{kind}, {update} rule", "steps between", "likeness (cosine)")
             room_for_labels(axes)
-        name = f"time_{update}.png"
-        page.save(folder / name)
-        figures[name] = (
+        caption = (
             f"How alike the gradients of two steps are in components that replica 0 sent or kept, with the {update} rule."
         )
+        figures[f"time_{update}.png"] = Drawing(page, caption)
     return figures
 
 

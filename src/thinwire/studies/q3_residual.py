@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from thinwire.studies.figure import Page, dot, room_for_labels, title
+from thinwire.studies.figure import Drawing, Page, dot, room_for_labels, title
 from thinwire.studies.settings import DEMO_RULES, text_trial
-from thinwire.studies.study import FULL, SIZES, Claim, Finding, Study
+from thinwire.studies.study import FULL, SIZES, Claim, Finding, Study, verdict
 from thinwire.studies.trials import Row, Trial
 from thinwire.studies.tuning import Contender, Outcome, due, outcome_table, outcomes
 
@@ -38,10 +38,21 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
                 f"with the {rule} rule, keeping the residual lowers the loss by {dropped.mean - kept.mean:.3f} nats per byte"
             )
             claims.append(Claim(text, max(kept.losses) < min(dropped.losses)))
-    return Finding(outcome_table("what becomes of the rest", found), claims)
+    return Finding(outcome_table("what becomes of the rest", found), claims, _answer(found, claims))
 
 
-def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+def _answer(found: dict[str, Outcome], claims: Sequence[Claim]) -> str:
+    if not claims:
+        return ""
+    lead = verdict(claims, "Yes, it is needed", "With one of the rules", "No: what it gains is not beyond what seeds do")
+    parts = []
+    for rule in DEMO_RULES[FULL]:
+        losses = [f"{found[name].mean:.3f} {word}" for word in _KEPT.values() if (name := f"{rule} rule, {word}") in found]
+        parts.append(f"with the {rule} rule {', '.join(losses)}")
+    return f"{lead}. Last losses by what becomes of the coefficients that were not sent: {'; '.join(parts)}."
+
+
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     page = Page()
     (axes,) = page.panels
     for index, (name, one) in enumerate(_outcomes(rows).items()):
@@ -50,8 +61,7 @@ def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
     axes.set_xticks([])
     room_for_labels(axes)
     title(axes, "What was not sent is kept, halved or dropped", "", "validation loss (nats per byte)")
-    page.save(folder / "residual.png")
-    return {"residual.png": "Last validation loss of every seed at the best learning rate."}
+    return {"residual.png": Drawing(page, "Last validation loss of every seed at the best learning rate.")}
 
 
 STUDY = Study(

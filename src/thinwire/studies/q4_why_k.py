@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.local_step import LocalStep
-from thinwire.studies.figure import Page, line, logarithmic, room_for_labels, rule, title
+from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, rule, title
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, text_trial
 from thinwire.studies.simulation import VirtualReplicas
 from thinwire.studies.study import FULL, SIZES, Claim, Finding, Study, table
@@ -120,7 +120,32 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         for name, one in found.items()
     ]
     head = ("method", "loss", "learning rate", "rates tried", "bytes sent per step", "residual, in gradients")
-    return Finding(f"{table(head, lines)}\n\n{_EXPLANATION}", _claims(found))
+    return Finding(f"{table(head, lines)}\n\n{_EXPLANATION}", _claims(found), _answer(found))
+
+
+def _answer(found: dict[str, Outcome]) -> str:
+    """Which k is best, beside what, and what it does to the memory."""
+    parts, beats = [], []
+    for update in TOPKS:
+        by_topk = of_rule(found, update)
+        if not by_topk:
+            continue
+        best = min(by_topk, key=lambda topk: by_topk[topk].mean)
+        beats += [by_topk[best].mean < found[ADAMW].mean] if ADAMW in found else []
+        few, many = (by_topk[topk].rows[0]["memory"] for topk in (min(by_topk), max(by_topk)))
+        parts.append(
+            f"with the {update} rule k = {best} is best, {by_topk[best].mean:.3f}, and the residual is {few:.1f} gradients "
+            f"large at k = {min(by_topk)} and {many:.1f} at k = {max(by_topk)}"
+        )
+    if not parts:
+        return ""
+    dense = ", ".join(f"{name} {found[name].mean:.3f}" for name in (ADAMW, *SIGNUM, MUON) if name in found)
+    lead = "It can" if beats and all(beats) else "With some rules it can" if any(beats) else "Here it does not"
+    return (
+        f"{lead}, since what is sent is not Signum: signs of coefficients, averaged and transformed back, are a direction "
+        f"with sizes, and k decides how much of the past stays in the residual. In these rows {'; '.join(parts)}. "
+        f"Optimizers on gradients that are averaged in full: {dense or 'not trained'}."
+    )
 
 
 def _whole(decay: float) -> float:
@@ -180,7 +205,7 @@ def _claims_on_size(update: str, by_topk: dict[int, Outcome], best: int) -> list
     ]
 
 
-def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     found = _outcomes(rows)
     page = Page(2)
     losses, memories = page.panels
@@ -198,11 +223,11 @@ def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
         room_for_labels(axes, 0.2)
     title(losses, "Loss, each at its best learning rate", "coefficients sent of 4096", "validation loss (nats per byte)")
     title(memories, "What a replica remembers", "coefficients sent of 4096", "residual momentum, in gradients")
-    page.save(folder / "why_k.png")
-    return {
-        "why_k.png": "Last validation loss against k, with the range over seeds, and the levels of optimizers on gradients "
+    caption = (
+        "Last validation loss against k, with the range over seeds, and the levels of optimizers on gradients "
         "that are averaged in full; and how large the residual momentum is after sending."
-    }
+    )
+    return {"why_k.png": Drawing(page, caption)}
 
 
 STUDY = Study(

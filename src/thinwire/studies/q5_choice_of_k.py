@@ -6,7 +6,7 @@ from math import log2
 from pathlib import Path
 
 from thinwire.planner.report import MOST_USEFUL_TOPK
-from thinwire.studies.figure import Page, line, logarithmic, room_for_labels, title
+from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, title
 from thinwire.studies.settings import DEMO_RULES, text_trial
 from thinwire.studies.study import FULL, SIZES, Claim, Finding, Study, table
 from thinwire.studies.trials import Row, Trial
@@ -109,7 +109,26 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
     parts = [table(head, lines), f"The {RULE} rule. *: none is better in bytes without being worse in loss."]
     if found:
         parts.append(_rule_of_thumb(found))
-    return Finding("\n\n".join(parts), _claims(found))
+    return Finding("\n\n".join(parts), _claims(found), _answer(found) if found else "")
+
+
+def _answer(found: dict[Setting, Outcome]) -> str:
+    lowest = min(one.mean for one in found.values())
+    parts = []
+    for tolerance in _TOLERANCES:
+        setting = cheapest_within(found, tolerance)
+        parts.append(f"{100 * tolerance:.0f} %: {_name(setting)}, {num_bytes(found[setting]):,} bytes")
+    gain, advised = gain_of_doubling(found), found.get((_USUAL_CHUNK, MOST_USEFUL_TOPK))
+    words = "By the loss that may be given up for bytes: the cheapest setting within so many percent of "
+    words += f"the lowest loss is, per step, {'; '.join(parts)}."
+    if gain is not None:
+        words += (
+            f" With chunks of {_USUAL_CHUNK} x {_USUAL_CHUNK}, twice the bytes change the loss by {-gain:+.3f} on average."
+        )
+    if advised is not None:
+        share = _percent(advised.mean / lowest - 1)
+        words += f" The most that the planner advises, k = {MOST_USEFUL_TOPK}, is {share} above the lowest loss."
+    return words
 
 
 def _rule_of_thumb(found: dict[Setting, Outcome]) -> str:
@@ -166,7 +185,7 @@ def _ticks(kilobytes: Sequence[float]) -> list[float]:
     return [step for step in steps if kilobytes and min(kilobytes) <= step <= max(kilobytes)]
 
 
-def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     found = _outcomes(rows)
     page = Page(width=7.5)
     (axes,) = page.panels
@@ -179,12 +198,12 @@ def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
     logarithmic(axes, _ticks([num_bytes(one) / 1000 for one in found.values()]))
     room_for_labels(axes, 0.12)
     title(axes, "Loss against bytes, by the edge of chunks", "kB sent per step", "validation loss (nats per byte)")
-    page.save(folder / "choice_of_k.png")
-    return {
-        "choice_of_k.png": f"Last validation loss against what a replica sends, {RULE} rule, a line per edge of chunks, "
+    caption = (
+        f"Last validation loss against what a replica sends, {RULE} rule, a line per edge of chunks, "
         "each setting at its best learning rate; the band is the range over seeds. From right to left, one coefficient of "
         f"{', '.join(str(one_of) for one_of in reversed(_ONE_OF))} is sent."
-    }
+    )
+    return {"choice_of_k.png": Drawing(page, caption)}
 
 
 STUDY = Study("q5", "The choice of k", "How is k chosen?", find=_find, plan=_plan, draw=_draw)

@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from thinwire.studies.figure import Page, line, room_for_labels, title
+from thinwire.studies.figure import Drawing, Page, line, room_for_labels, title
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, text_trial
-from thinwire.studies.study import SIZES, Claim, Finding, Study, table
+from thinwire.studies.study import SIZES, Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row, Trial
 from thinwire.studies.tuning import Contender, Outcome, due, outcomes
 from thinwire.training.config import TrainConfig
@@ -77,7 +77,19 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         "so the same weight decay is not the same strength: the last column is what it would leave of a weight by itself, "
         "from the first step to the last."
     )
-    return Finding(f"{table(head, lines)}\n\n{words}", _claims(found))
+    return Finding(f"{table(head, lines)}\n\n{words}", _claims(found), _answer(found))
+
+
+def _answer(found: dict[Case, Outcome]) -> str:
+    order = [claim for claim in _claims(found) if "same order" in claim.text]
+    if not order:
+        return ""
+    parts = []
+    for method in _METHODS:
+        losses = [f"{found[method, decay].mean:.3f} at {decay:g}" for decay in _DECAYS if (method, decay) in found]
+        parts += [f"{method} {' and '.join(losses)}"] if losses else []
+    lead = verdict(order, "Yes: who is ahead does not depend on it", "For one rule it does, for the other not", "No")
+    return f"{lead}. Last losses by weight decay, the same for all: {'; '.join(parts)}."
 
 
 def _claims(found: dict[Case, Outcome]) -> list[Claim]:
@@ -103,7 +115,7 @@ def _claims(found: dict[Case, Outcome]) -> list[Claim]:
     return claims
 
 
-def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     found = _outcomes(rows)
     page = Page()
     (axes,) = page.panels
@@ -115,8 +127,11 @@ def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
     axes.set_xticks(_DECAYS)
     room_for_labels(axes, 0.3)
     title(axes, "Each at its best learning rate", "weight decay", "validation loss (nats per byte)")
-    page.save(folder / "weight_decay.png")
-    return {"weight_decay.png": "Last validation loss without and with weight decay; the band is the range over seeds."}
+    return {
+        "weight_decay.png": Drawing(
+            page, "Last validation loss without and with weight decay; the band is the range over seeds."
+        )
+    }
 
 
 STUDY = Study(

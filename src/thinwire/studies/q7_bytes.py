@@ -20,7 +20,7 @@ from thinwire.planner.links import Link
 from thinwire.planner.owners import sizes_of
 from thinwire.studies import q4_why_k as q4
 from thinwire.studies import q5_choice_of_k as q5
-from thinwire.studies.figure import Page, line, logarithmic, room_for_labels, rule, title
+from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, rule, title
 from thinwire.studies.payloads import plan_of
 from thinwire.studies.results import folders_of
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, text_trial
@@ -181,7 +181,28 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
             loss = reading.losses.get(update, {}).get(topk)
             cells += [_milli(local[update].get(topk)), _milli(linked[update].get(topk)), loss.words if loss else "-"]
         lines.append(cells)
-    return Finding(f"{table(head, lines)}\n\n{_words(reading)}", _claims(reading))
+    claims = _claims(reading)
+    return Finding(f"{table(head, lines)}\n\n{_words(reading)}", claims, _answer(reading) if rows else "")
+
+
+def _answer(reading: Reading) -> str:
+    least, most = TOPKS[0], TOPKS[-1]
+    few, many = bytes_at(reading.size, least), bytes_at(reading.size, most)
+    words = f"With k = {least} a replica sends {_kilo(few.sent)} kB in a step, with k = {most} {_kilo(many.sent)} kB, and "
+    words += (
+        f"receives as much from every other, or {_kilo(many.received_with_owners)} kB from {_OWNERS - 1} through owners."
+    )
+    for update in _RULES:
+        local, linked = reading.local(update), reading.linked(update, _LINKS[_THIN])
+        if least in local and most in local:
+            words += f" With the {update} rule a step takes {_milli(local[least])} and {_milli(local[most])} ms alone"
+            words += f", {_milli(linked[least])} and {_milli(linked[most])} ms with {_SHARING} replicas over {_THIN}."
+        losses = reading.losses.get(update, {})
+        if len(losses) > 1:
+            ends = [f"{losses[topk].mean:.3f} at k = {topk}" for topk in (min(losses), max(losses))]
+            words += f" Its loss is {' and '.join(ends)}."
+    adamw = reading.adamw_linked(_LINKS[_THIN])
+    return words + (f" AdamW with bfloat16 gradients takes {_milli(adamw)} ms over that link." if adamw is not None else "")
 
 
 def _words(reading: Reading) -> str:
@@ -243,7 +264,7 @@ def _claims(reading: Reading) -> list[Claim]:
     return claims
 
 
-def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     reading = _read(rows, results)
     page = Page(3 if reading.losses else 2, width=5.2)
     _draw_bytes(page, reading)
@@ -253,9 +274,12 @@ def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
     for axes in page.panels:
         logarithmic(axes, TOPKS)
         room_for_labels(axes, 0.42)
-    page.save(folder / "bytes.png")
     loss = ", and the last validation loss" if reading.losses else ""
-    return {"bytes.png": f"What a replica sends and receives in a step, how long a step takes{loss}, all against k."}
+    return {
+        "bytes.png": Drawing(
+            page, f"What a replica sends and receives in a step, how long a step takes{loss}, all against k."
+        )
+    }
 
 
 def _draw_bytes(page: Page, reading: Reading) -> None:
@@ -302,5 +326,6 @@ STUDY = Study(
     find=_find,
     plan=_plan,
     draw=_draw,
+    sources=("q4", "q5"),
     alone=True,
 )

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from thinwire.studies.figure import Page, dot, names_below, title
+from thinwire.studies.figure import Drawing, Page, dot, names_below, title
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, Start, text_trial
-from thinwire.studies.study import FULL, SIZES, SMALL, Claim, Finding, Study, table
+from thinwire.studies.study import FULL, SIZES, SMALL, Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row, Trial
 from thinwire.studies.tuning import SEEDS, Contender, Outcome, due, outcomes
 
@@ -92,7 +92,23 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
             lines.append((model, _word(method), one.words, right, f"{sent:,}", times, f"{one.rate:g}"))
     head = ("model", "method", "loss", "accuracy", "sent bytes", "times fewer than bfloat16", "learning rate")
     claims = [claim for model in (VIT, CNN) for claim in _claims(model, found[model])]
-    return Finding(table(head, lines), claims)
+    return Finding(table(head, lines), claims, _answer(found, claims))
+
+
+def _answer(found: dict[str, dict[str, Outcome]], claims: Sequence[Claim]) -> str:
+    if not claims:
+        return ""
+    parts = []
+    for model, methods in found.items():
+        shares = {method: None if model == LANGUAGE else accuracy(one) for method, one in methods.items()}
+        words = [
+            f"{_word(method)} {one.mean:.3f}" if shares[method] is None else f"{_word(method)} {shares[method]:.1%}"
+            for method, one in methods.items()
+        ]
+        parts.append(f"{model.capitalize()} ({'loss' if model == LANGUAGE else 'right answers'}): {', '.join(words)}")
+    same = [claim for claim in claims if "as accurate" in claim.text]
+    lead = verdict(same, "No, also for images", "For some models of images as well", "Here it is behind AdamW on images")
+    return f"{lead}. {'. '.join(parts)}."
 
 
 def _claims(model: str, methods: dict[str, Outcome]) -> list[Claim]:
@@ -111,7 +127,7 @@ def _claims(model: str, methods: dict[str, Outcome]) -> list[Claim]:
     return claims
 
 
-def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     found = {model: methods for model, methods in _outcomes(rows).items() if methods}
     page = Page(max(1, len(found)), height=3.6, width=4.2)
     for axes, (model, methods) in zip(page.panels, found.items(), strict=False):
@@ -121,8 +137,7 @@ def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
         names_below(axes, [_word(method) for method in methods])
         unit = "nats per byte" if model == LANGUAGE else "nats per image"
         title(axes, model.capitalize(), "", f"validation loss ({unit})")
-    page.save(folder / "models.png")
-    return {"models.png": "Last validation loss of every seed at the best learning rate, a panel per model."}
+    return {"models.png": Drawing(page, "Last validation loss of every seed at the best learning rate, a panel per model.")}
 
 
 STUDY = Study(

@@ -4,9 +4,9 @@ and decay of the momentum, beside dense AdamW and Muon."""
 from collections.abc import Sequence
 from pathlib import Path
 
-from thinwire.studies.figure import Page, dot, line, names_below, room_for_labels, title
+from thinwire.studies.figure import Drawing, Page, dot, line, names_below, room_for_labels, title
 from thinwire.studies.settings import DENSE_RATES, text_trial
-from thinwire.studies.study import FULL, SIZES, SMALL, Claim, Finding, Study, table
+from thinwire.studies.study import FULL, SIZES, SMALL, Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row, Trial
 from thinwire.studies.tuning import SEEDS, Contender, Outcome, due, outcomes
 
@@ -72,7 +72,16 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         for name, one in found.values()
     ]
     head = ("update", "loss", "learning rate", "seeds", "sent bytes per step")
-    return Finding(table(head, lines), _claims({name: one for name, (_, one) in found.items()}))
+    by_name = {name: one for name, (_, one) in found.items()}
+    return Finding(table(head, lines), _claims(by_name), _answer(by_name))
+
+
+def _answer(found: dict[str, Outcome]) -> str:
+    if not found:
+        return ""
+    lead = verdict(_claims(found)[:1], "Yes", "Yes", "It works, but worse than with the sign")
+    order = sorted(found.items(), key=lambda pair: pair[1].mean)
+    return f"{lead}. From the lowest loss to the highest: {', '.join(f'{name} {one.words}' for name, one in order)}."
 
 
 def _claims(found: dict[str, Outcome]) -> list[Claim]:
@@ -98,7 +107,7 @@ def _claims(found: dict[str, Outcome]) -> list[Claim]:
     return claims
 
 
-def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     page = Page(2)
     last, curves = page.panels
     found = _outcomes(rows)
@@ -110,10 +119,8 @@ def _draw(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
     room_for_labels(curves)
     title(last, "At the end", "", "validation loss (nats per byte)")
     title(curves, "On the way, first seed", "step", "validation loss (nats per byte)")
-    page.save(folder / "rules.png")
-    return {
-        "rules.png": "Validation loss at the best learning rate and decay of each rule: every seed, and the first's curve."
-    }
+    caption = "Validation loss at the best learning rate and decay of each rule: every seed, and the first's curve."
+    return {"rules.png": Drawing(page, caption)}
 
 
 STUDY = Study(

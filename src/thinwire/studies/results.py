@@ -5,11 +5,15 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from thinwire.studies.study import SIZES, Finding, Study
 from thinwire.studies.trials import Row, Rows, run_all
+
+if TYPE_CHECKING:
+    from thinwire.studies.figure import Drawing
 
 SUMMARY = "summary.md"
 
@@ -66,18 +70,21 @@ def find(study: Study, folder: Path, results: Path) -> Finding:
     return study.find(Rows(folder).rows, results)
 
 
-def write_summary(study: Study, folder: Path, results: Path) -> None:
-    """Write summary.md and the figures of a folder."""
+def write_summary(study: Study, folder: Path, results: Path) -> "tuple[Finding, dict[str, Drawing]]":
+    """Write summary.md and the figures of a folder; returns what they are made of."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = Rows(folder).rows
-    finding = study.find(rows, results)
-    parts = [f"# {study.title}", study.question, finding.text]
+    finding, drawings = study.find(rows, results), study.draw(rows, results)
+    parts = [f"# {study.title}", study.question, *([finding.answer] if finding.answer else []), finding.text]
     if finding.claims:
         parts.append("\n".join(claim.line for claim in finding.claims))
-    parts += [f"![{caption}]({name})\n\n{caption}" for name, caption in study.draw(rows, folder, results).items()]
+    for name, (page, caption) in drawings.items():
+        page.save(folder / name)
+        parts.append(f"![{caption}]({name})\n\n{caption}")
     failed = [row for row in rows if row["loss"] is None]
     if failed:
         parts.append(
             f"{len(failed)} of {len(rows)} trainings ended in a loss that is not a number; they count as the worst."
         )
     (folder / SUMMARY).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return finding, drawings

@@ -22,11 +22,27 @@ _TINY: dict[str, Any] = {
     "eval_every": 40,
     "eval_examples": 128,
 }
-# Between the two, where many replicas or many trainings must be affordable: the recipe's 0.9 million parameters, for a GPU.
+# Where there are many replicas: the recipe's 0.9 million parameters, for a GPU.
 _BETWEEN: dict[str, Any] = {"steps": 600, "batch": 64, "warmup_steps": 30, "eval_every": 100}
-# The pilot's: 26 million parameters, 500 steps of 128 sequences.
-_PILOT: dict[str, Any] = {"steps": 500, "batch": 128, "warmup_steps": 50, "eval_every": 100, "eval_examples": 512}
-_PILOT |= {"compile": True}
+# For a GPU: 500 steps of 128 sequences of 256 bytes, of 26 million parameters with the recipe's own sizes.
+PILOT: dict[str, Any] = {
+    "steps": 500,
+    "batch": 128,
+    "warmup_steps": 50,
+    "eval_every": 100,
+    "eval_examples": 512,
+    "compile": True,
+}
+# 5 million parameters and half the batch: a tenth of the time. No byte is seen twice.
+_USUAL: dict[str, Any] = {
+    **PILOT,
+    "layers": 6,
+    "width": 256,
+    "heads": 4,
+    "mlp_width": 704,
+    "batch": 64,
+    "dataset": "packages",
+}
 
 
 @dataclass(frozen=True)
@@ -55,8 +71,7 @@ DENSE_RATES: dict[str, dict[str, float]] = {
 def text_trial(
     size: str, optimizer: str = "demo", replicas: int = 4, settings: Mapping[str, Any] = MappingProxyType({})
 ) -> Trial:
-    """A language model on Python's standard library: some 0.2 million parameters, or the pilot's 26 million; `MIDDLE` has
-    0.9 million."""
+    """A byte-level language model of Python source: some 0.2 million parameters, or 5 million; `MIDDLE` has 0.9 million."""
     if size in (SMALL, MIDDLE):
         return Trial("quickstart", replicas, optimizer, {**(_TINY if size == SMALL else _BETWEEN), **settings})
-    return Trial("gpt-small", replicas, optimizer, {**_PILOT, **settings})
+    return Trial("gpt-small", replicas, optimizer, {**_USUAL, **settings})

@@ -7,8 +7,12 @@ computed from rows, so that whoever runs it again sees whether they hold there, 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from thinwire.studies.trials import Row, Trial
+
+if TYPE_CHECKING:
+    from thinwire.studies.figure import Drawing
 
 SMALL, FULL = "small", "full"
 SIZES = (SMALL, FULL)
@@ -29,35 +33,44 @@ class Claim:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the rows of a study say: Markdown, a table mostly, and claims."""
+    """What the rows of a study say: Markdown, a table mostly, and claims. ``answer`` is what they come to, in a paragraph
+    that is made of the same rows; it is empty where there are none."""
 
     text: str
     claims: Sequence[Claim] = ()
+    answer: str = ""
+
+
+def verdict(claims: Sequence[Claim], every: str, some: str, none: str) -> str:
+    """The word that fits, by how many of the claims hold."""
+    held = sum(claim.holds for claim in claims)
+    return every if held == len(claims) else some if held else none
 
 
 def _nothing_due(size: str, rows: Sequence[Row]) -> list[Trial]:
     return []
 
 
-def _no_figures(rows: Sequence[Row], folder: Path, results: Path) -> dict[str, str]:
+def _no_figures(rows: Sequence[Row], results: Path) -> "dict[str, Drawing]":
     return {}
 
 
 @dataclass(frozen=True)
 class Study:
     """``plan`` names the trials of a size that are due, knowing the rows so far; it is asked again until nothing new is
-    due, so that a learning rate can be tuned first. ``find`` reads the rows of one folder; ``draw`` writes figures into that
-    folder and returns their names with a caption each. Both also get the folder of all results: a study without trials of
-    its own reads the rows of others there (`thinwire.studies.results.stored`). ``alone``: it measures times, which trainings
-    at the same time would spoil."""
+    due, so that a learning rate can be tuned first. ``find`` reads the rows of one folder; ``draw`` makes figures of them,
+    by the names of their files. Both also get the folder of all results: a study without trials of its own reads the rows
+    of others there (`thinwire.studies.results.stored`). ``alone``: it measures times, which trainings at the same time
+    would spoil. ``sources`` names other results whose rows it reads."""
 
     name: str
     title: str
     question: str
     find: Callable[[Sequence[Row], Path], Finding]
     plan: Callable[[str, Sequence[Row]], list[Trial]] = _nothing_due
-    draw: Callable[[Sequence[Row], Path, Path], dict[str, str]] = _no_figures
+    draw: "Callable[[Sequence[Row], Path], dict[str, Drawing]]" = _no_figures
     alone: bool = False
+    sources: Sequence[str] = ()
 
     @property
     def has_trials(self) -> bool:

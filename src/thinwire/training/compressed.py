@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from thinwire.drift import DriftCheck
 from thinwire.exchange.transport import Transport
 from thinwire.parallel.wire import wire_over
 from thinwire.peers.contract import Flat, Peer
@@ -32,6 +33,7 @@ from thinwire.training.settings import clip_, own_settings, set_lrs
 class Compressed:
     """A peer on each replica's own gradients, which are clipped before it sees them."""
 
+    drift: DriftCheck | None = None
     state_is_shared, waits_in = False, "optimizer"
 
     def __init__(self, config: OptimConfig, model: nn.Module, callable_model: nn.Module, transport: Transport) -> None:

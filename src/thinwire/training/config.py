@@ -82,8 +82,9 @@ class DataConfig:
     """The data."""
 
     dataset: str = "stdlib"
-    """stdlib (the source text of Python's standard library), digits (scikit-learn's images), a text file or folder, a .bin
-    token shard or a folder of them, a folder with one subfolder of images per class, or hf:NAME (Hugging Face datasets)."""
+    """stdlib (the source text of Python's standard library), packages (that of all installed packages, too), digits
+    (scikit-learn's images), a text file or folder, a .bin token shard or a folder of them, a folder with one subfolder of
+    images per class, or hf:NAME (Hugging Face datasets)."""
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json."""
     sequence: int = 256
@@ -148,7 +149,7 @@ class OptimConfig:
     """DeMo: all_gather brings everyone's payload to everyone; with owner each replica combines a part of the chunks for all,
     so that what is received does not grow with their number; auto takes the one that fits."""
     owner_topk: int = 0
-    """DeMo: coefficients per chunk that owners answer with, in an owner exchange; 0: twice topk."""
+    """DeMo: coefficients per chunk that owners answer with, in an owner exchange; 0: eight times topk."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """DeMo: what computes its step: triton (fused kernels, NVIDIA GPUs), torch (any device), or the fastest that runs."""
     overlap: bool = False

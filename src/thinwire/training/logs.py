@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.training.errors import TrainingError
+from thinwire.training.history import History, Row
 
-Row = dict[str, Any]
 _log = logging.getLogger("thinwire")
 
 
@@ -27,11 +27,13 @@ def read_rows(path: Path) -> list[Row]:
 
 
 class RunLog:
-    """Where rows go. Every row has its step and a kind: ``step``, ``evaluation`` or ``speed``."""
+    """Where rows go. Every row has its step and a kind: ``step``, ``evaluation``, ``speed``, ``note`` or ``end``.
+    ``history`` is what they come to, with those of before the run was resumed."""
 
     def __init__(self, folder: Path, first_step: int, tensorboard: bool, wandb: str, settings: dict[str, Any]) -> None:
         self.path = folder / "log.jsonl"
         self._has_failed = False
+        self.history = History()
         with self._allowed_to_fail():
             self._keep_until(first_step)
         self._file = self.path.open("a", encoding="utf-8")
@@ -41,19 +43,23 @@ class RunLog:
     def _keep_until(self, step: int) -> None:
         """A resumed run writes again what came after its checkpoint."""
         kept = [row for row in read_rows(self.path) if row["step"] <= step]
+        for row in kept:
+            self.history.add(row)
         aside = self.path.with_suffix(".new")
         aside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         os.replace(aside, self.path)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Add a row."""
+        row = {"kind": kind, "step": step, **values}
+        self.history.add(row)
         with self._allowed_to_fail():
-            self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+            self._file.write(json.dumps(row) + "\n")
         numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         if self._board is not None:
             for name, value in numbers.items():
                 self._board.add_scalar(f"{kind}/{name}", value, step)
-        if self._wandb is not None:
+        if self._wandb is not None and numbers:
             self._wandb.log({f"{kind}/{name}": value for name, value in numbers.items()}, step=step)
 
     def flush(self) -> None:

@@ -252,7 +252,7 @@ class Run:
             aside.replace(self._job.folder / "config.toml")
         facts = (self._is_first, self._waits_are_known)
         self._reporter = Reporter(self._config, self._job.folder, self.state.step, *facts, console)
-        stack.callback(self._reporter.close)
+        stack.push(self._reporter.leave)
         self._introduce()
 
     @property
@@ -400,7 +400,7 @@ class Run:
             news = journal.exchange(self._stop.is_asked)
         is_text = isinstance(self._data, TextData)
         units = (self._config.data.sequence, "tokens") if is_text else (1, "images")
-        self._reporter.news(news, self.method.traffic.last_step, self.clock, *units)
+        self._reporter.news(news, self.method, self.clock, *units)
         if evaluates or saves or news.stop:
             with self.clock.phase("optimizer"):
                 self.method.drain()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from thinwire.drift import DriftCheck
 from thinwire.exchange.traffic import Traffic
 from thinwire.exchange.transport import Transport
 from thinwire.optimizer import DeMo
@@ -31,6 +32,8 @@ class Method(Protocol):
     model: nn.Module
     """What the loop calls, and calls backward on."""
     traffic: Traffic
+    drift: DriftCheck | None
+    """What looks after replicas that must hold the same, if anything does."""
     state_is_shared: bool
     """Whether all replicas have the same optimizer state, so that one copy of it is enough."""
     waits_in: str
@@ -96,6 +99,7 @@ def lr_share(config: ScheduleConfig, step: int) -> float:
 class Decoupled:
     """DeMo: each replica's own gradients, and what it exchanges is the optimizer's affair."""
 
+    drift: DriftCheck | None
     state_is_shared, waits_in = False, "optimizer"
 
     def __init__(
@@ -134,7 +138,7 @@ class Decoupled:
                 delay=config.delay,
                 look_ahead=config.look_ahead,
             )
-        self.traffic = self.optimizer.traffic
+        self.traffic, self.drift = self.optimizer.traffic, self.optimizer.drift
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
 
     def start_step(self, lr_share: float) -> None:
@@ -187,6 +191,7 @@ def _decoupled_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, A
 class Averaged:
     """Any optimizer of torch's kind, on gradients averaged by DDP; alone, without DDP."""
 
+    drift: DriftCheck | None = None
     state_is_shared, waits_in = True, "backward"
 
     def __init__(

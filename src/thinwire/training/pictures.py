@@ -35,8 +35,8 @@ def load_images(config: DataConfig) -> ImageData:
         return _load_digits(config)
     if config.dataset.startswith("hf:"):
         return _load_hugging_face(config)
-    if config.dataset == "stdlib":
-        raise TrainingError("dataset=stdlib holds text: it needs a text model, such as --architecture llama")
+    if config.dataset in ("stdlib", "packages"):
+        raise TrainingError(f"dataset={config.dataset} holds text: it needs a text model, such as --architecture llama")
     folder = Path(config.dataset)
     if not folder.is_dir():
         raise TrainingError(f"dataset={config.dataset!r}: there is no such folder of images; digits needs no download")

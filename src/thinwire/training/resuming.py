@@ -1,7 +1,10 @@
-"""What may change when a run is resumed, and what may not."""
+"""The settings that a run folder holds; what of them may change when the run is resumed, and what may not."""
+
+from pathlib import Path
 
 from thinwire.core.errors import CheckpointError
 from thinwire.training.config import TrainConfig, all_fields
+from thinwire.training.config_file import override, read_file
 
 # The position in the data and the optimizer's state mean something else under other values of these.
 _FIXED_SECTIONS = ("model", "data")
@@ -10,6 +13,18 @@ _FIXED = (
     *("rank", "dense_steps", "local_steps", "fragments"),
 )
 _FREE = ("compile", "activation_checkpointing", "workers", "pretrained")
+
+
+def saved_config(folder: Path) -> TrainConfig:
+    """The settings of a run."""
+    path = folder / "config.toml"
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: this is not a run folder, it has no config.toml")
+    values = read_file(path)
+    missing = [setting.name for _, setting in all_fields() if setting.name not in values]
+    if missing:
+        raise CheckpointError(f"{path} is not whole: it lacks {missing[0]}")
+    return override(TrainConfig(), values, str(path))
 
 
 def check_unchanged(saved: TrainConfig, wanted: TrainConfig) -> None:

@@ -85,4 +85,17 @@ def test_answers_have_the_same_stacks_with_more_kept() -> None:
     for stack, answer in zip(bucket.stacks, answers.stacks, strict=True):
         assert stack.entries == answer.entries
         is_dense = stack.codec.num_kept == stack.codec.num_elements
-        assert abs(answer.codec.num_kept - (1 if is_dense else 2) * stack.codec.num_kept) <= (0 if is_dense else 1)
+        share = min(1.0, 8 * 3 / 8**2)  # of a full chunk of 8 x 8
+        assert answer.codec.num_kept == (stack.codec.num_kept if is_dense else round(share * stack.codec.num_elements))
+
+
+@pytest.mark.parametrize(("sent", "answered"), [("sign", "int4"), ("sign_scale", "int4"), ("int8", "int8")])
+def test_answers_to_votes_have_a_size(sent: str, answered: str) -> None:
+    plan = plan_of(sent)
+    assert plan.answers is not None
+    names = [
+        (stack.codec.value_name, answer.codec.value_name)
+        for stack, answer in zip(plan.buckets[0].stacks, plan.answers.buckets[0].stacks, strict=True)
+    ]
+    assert (sent, answered) in names
+    assert all(one == (sent, answered) or one[0] == one[1] for one in names), "dense ones stay as they are"

@@ -179,7 +179,7 @@ def test_the_planner_is_put_beside_every_shaped_cell() -> None:
 
 def test_an_owner_exchange_is_told_apart_into_slices_and_answers() -> None:
     # Four hosts: three slices of 1000 bytes each way, and an answer of 2000 bytes to all, from each.
-    settings = {"exchange": "owner", "overlap": True, "topk": 32, "owner_topk": 0}
+    settings = {"exchange": "owner", "overlap": True, "topk": 32, "owner_topk": 64}
     facts = {"num_hosts": 4, "settings": settings, "meter_sent": 5000.0, "meter_received": 9000.0, "num_exchanges": 16.0}
     workload = workload_of(cell(link="10mbit,20ms", method="demo-owner", **facts))
     assert workload.exchange == all_to_all(1000, 4)

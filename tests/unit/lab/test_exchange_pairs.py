@@ -5,14 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.commands.plan import tensors_of
-from thinwire.exchange.plan import TensorSpec
 from thinwire.lab.exchanges import PAIRS, Pair, exchange_table, pair_up
 from thinwire.lab.methods import METHODS
 from thinwire.lab.rows import PARTS, Cell, merge, read
 
 ROOT = Path(__file__).parents[3]
-TENSORS = [TensorSpec(f"w{index}", (512, 2560), "torch.float32", 0) for index in range(8)]
 
 
 def cell(link: str, method: str, seconds: float, **changes: object) -> Cell:
@@ -24,9 +21,13 @@ def cell(link: str, method: str, seconds: float, **changes: object) -> Cell:
 
 
 def pairs(plain: str = "demo", link: str = "1mbit") -> list[Pair]:
-    both = [(plain, 6.0, 1e6), (PAIRS[plain], 3.0, 4e5)]
-    shaped = [cell(link, method, seconds, received=received) for method, seconds, received in both]
-    return pair_up([*shaped, cell("100mbit", plain, 2.0, error="host 1 died")], TENSORS)
+    num_buckets = 8 if plain == "demo" else 1
+    payload = {"meter_sent": 102_400.0, "meter_received": 7 * 102_400.0, "num_exchanges": num_buckets}
+    # Slices and answers: an eighth of a payload, and of nearly two.
+    owned = {"meter_sent": 7 * 12_800.0 + 23_000, "meter_received": 7 * 35_800.0, "num_exchanges": 2 * num_buckets}
+    both = [(plain, 6.0, {"received": 1e6, **payload}), (PAIRS[plain], 3.0, {"received": 4e5, **owned})]
+    shaped = [cell(link, method, seconds, **changes) for method, seconds, changes in both]
+    return pair_up([*shaped, cell("100mbit", plain, 2.0, error="host 1 died")])
 
 
 def test_pairs_differ_in_the_exchange_alone() -> None:
@@ -54,18 +55,18 @@ def test_the_table_has_both_sides() -> None:
 
 
 def test_cells_without_a_counterpart_are_left_out() -> None:
-    assert pair_up([cell("1mbit", "demo", 1.0), cell("unshaped", "demo-owner", 1.0)], TENSORS) == []
+    assert pair_up([cell("1mbit", "demo", 1.0), cell("unshaped", "demo-owner", 1.0)]) == []
 
 
 def test_the_docs_table_is_that_of_the_stored_rows() -> None:
     document = (ROOT / "docs" / "planner.md").read_text()
-    table = exchange_table(pair_up(merge(read(ROOT / "results/lab_owner/2026-11-16_cpu/rows.jsonl")), tensors_of("gpt-10m")))
+    table = exchange_table(pair_up(merge(read(ROOT / "results/lab_owner/2026-11-16_cpu/rows.jsonl"))))
     for line in table.splitlines():
         assert line in document
 
 
 def test_where_the_planner_takes_owners_a_step_is_shorter() -> None:
-    stored = pair_up(merge(read(ROOT / "results/lab_owner/2026-11-16_cpu/rows.jsonl")), tensors_of("gpt-10m"))
+    stored = pair_up(merge(read(ROOT / "results/lab_owner/2026-11-16_cpu/rows.jsonl")))
     taken = [pair for pair in stored if pair.choice == "owner"]
     assert len(stored) == 16
     assert len(taken) == 4

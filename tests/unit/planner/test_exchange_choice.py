@@ -50,15 +50,16 @@ def test_sizes_are_those_of_the_real_messages(options: dict[str, Any]) -> None:
 
 def test_a_plan_without_owners_is_given_some() -> None:
     plan = make_plan([TensorSpec("w", (640, 640), "torch.float32", 0)], [Coding(64, 32, "sign", "adaptive", 4096)])
-    few, twice, many = (sizes_of(plan, 4, owner_topk) for owner_topk in (16, None, 128))
-    assert few.payload_bytes == twice.payload_bytes == plan.payload_bytes
-    assert few.slice_bytes == twice.slice_bytes == many.slice_bytes
-    assert few.answer_bytes < twice.answer_bytes < many.answer_bytes
-    assert twice == sizes_of(plan, 4, 64)
+    few, usual, many = (sizes_of(plan, 4, owner_topk) for owner_topk in (16, None, 512))
+    assert few.payload_bytes == usual.payload_bytes == plan.payload_bytes
+    assert few.slice_bytes == usual.slice_bytes == many.slice_bytes
+    assert few.answer_bytes < usual.answer_bytes < many.answer_bytes
+    assert usual == sizes_of(plan, 4, 256)
 
 
 def test_an_owner_exchange_by_hand() -> None:
-    # Three slices of 10 kB come in one round, three answers of 20 kB in three: 30 and 60 ms, and four round trips.
+    # Three slices of 10 kB come in one round, three answers of 20 kB in three: 30 and 60 ms, and four round trips. All four
+    # of each are 120 kB, three payloads to decode.
     costs = replace(FREE, demo_ns_per_parameter=10.0, decode_ns_per_parameter=1.0, owner_ns_per_parameter=8.0)
     gather, owner = both_exchanges(1_000_000, Sizes(40_000, 10_000, 20_000), 32, "sign", 4, 3.0, costs)
     row = predict(owner, LINK)

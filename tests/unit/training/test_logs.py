@@ -10,7 +10,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from thinwire.training.errors import TrainingError
 from thinwire.training.logs import RunLog, read_rows
-from thinwire.training.report import draw_losses
 
 
 def test_rows_and_tensorboard_say_the_same(tmp_path: Path) -> None:
@@ -61,13 +60,3 @@ def test_weights_and_biases_is_told_if_asked_for(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(TrainingError, match="needs the package wandb"):
         RunLog(tmp_path, 0, tensorboard=False, wandb="mine", settings={})
-
-
-def test_figures_of_several_runs(tmp_path: Path) -> None:
-    rows = [{"kind": kind, "step": step, "loss": 5 - step} for step in range(3) for kind in ("step", "evaluation")]
-    draw_losses({"demo": rows, "adamw": rows, "empty": []}, tmp_path / "loss.png")
-    from matplotlib.image import imread
-
-    pixels = imread(tmp_path / "loss.png")
-    assert pixels.shape[0] > 300
-    assert (pixels[..., :3] < 0.9).any(axis=-1).mean() > 0.005

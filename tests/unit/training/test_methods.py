@@ -76,9 +76,9 @@ def test_the_exchange_is_passed_on() -> None:
             found.append((method.optimizer.exchange, None if answers is None else answers.codings[0].topk))
         return found
 
-    few = [("all_gather", None), ("owner", 16), ("owner", 5), ("all_gather", None)]
+    few = [("all_gather", None), ("owner", 64), ("owner", 5), ("all_gather", None)]
     assert run_replicas(work, 2) == [few] * 2
-    assert run_replicas(work, 8)[0] == [*few[:3], ("owner", 16)], "DeMo's own rule: from 8 replicas on"
+    assert run_replicas(work, 20)[0] == [*few[:3], ("owner", 64)], "DeMo's own rule: from 20 replicas on"
 
 
 def test_a_known_link_decides_what_auto_is() -> None:
@@ -89,8 +89,9 @@ def test_a_known_link_decides_what_auto_is() -> None:
         return settle_exchange(config, model, num_replicas, parse_link(link).link)
 
     assert chosen("1mbit") == "owner"
-    assert chosen("1mbit", num_replicas=4) == "owner", "where DeMo's own rule would take an all-gather"
-    assert chosen("10gbit,200ms", width=256) == "all_gather", "where DeMo's own rule would take owners"
+    assert chosen("1mbit", num_replicas=12) == "owner", "where DeMo's own rule would take an all-gather"
+    assert chosen("1mbit", num_replicas=4, owner_topk=64) == "owner", "shorter answers"
+    assert chosen("10gbit,200ms", num_replicas=24, width=256) == "all_gather", "where DeMo's own rule would take owners"
     assert chosen("1mbit", num_replicas=2) == "all_gather"
     assert chosen("1mbit", exchange="all_gather") == "all_gather"
     for left_to_demo in ({"overlap": True}, {"delay": 1}, {"num_replicas": 1}):

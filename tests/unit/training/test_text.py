@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+import thinwire.training.text as text_module
 from thinwire.training.config import DataConfig
 from thinwire.training.errors import TrainingError
 from thinwire.training.text import load_text, read_text, vocab_size_of
@@ -35,6 +36,27 @@ def test_the_standard_library_is_there_and_always_the_same(tmp_path: Path) -> No
     window = loaded.train.fetch(np.array([0]))
     assert loaded.decode is not None
     assert loaded.decode(window.inputs[0].tolist()) == first[:64].decode(errors="replace")
+
+
+def test_packages_are_read_once_and_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {
+        "stdlib/one.py": "library",
+        "stdlib/tests/left_out.py": "tests of the library",
+        "stdlib/site-packages/other.py": "of another interpreter",
+        "packages/mine/tests/two.py": "tests of mine",
+        "packages/mine/copy.py": "library",
+        "packages/mine/page.txt": "no source",
+        "binaries/three.py": "for this platform",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    places = {"stdlib": "stdlib", "purelib": "packages", "platlib": "binaries"}
+    monkeypatch.setattr(text_module.sysconfig, "get_path", lambda name: str(tmp_path / places[name]))
+    lines = read_text(data("packages")).decode().split("\n")
+    assert sorted(lines) == ["for this platform", "library", "tests of mine"]
+    monkeypatch.setattr(text_module, "_MOST_PACKAGE_BYTES", len("\n".join(lines[:2])))
+    assert read_text(data("packages")).decode().split("\n") == lines[:2], "the same ones first"
 
 
 def test_folders_skip_what_is_not_text(tmp_path: Path) -> None:

@@ -1,0 +1,227 @@
+"""The report of all studies: an answer to every question, figures as they were drawn, and docs that are up to date."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.pages import Reader
+from thinwire import cli
+from thinwire.pages.chart import Chart
+from thinwire.pages.strips import Strips
+from thinwire.studies.charts import charts_of
+from thinwire.studies.figure import Drawing, Page, dot, edge, line, logarithmic, named_dots, names_below, rule, title
+from thinwire.studies.labels import Named
+from thinwire.studies.questions import STUDIES
+from thinwire.studies.report import (
+    NO_EVIDENCE,
+    Answer,
+    Origin,
+    chosen_folder,
+    is_small,
+    told,
+    write_markdown,
+    write_page,
+)
+from thinwire.studies.results import find, folders_of
+from thinwire.studies.study import Claim, Finding, Study, table, verdict
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "results"
+# Those whose rows take longer to read than this file may.
+SLOW = ("q1", "q7")
+
+
+def test_lines_ranges_and_levels_are_read_from_what_was_drawn() -> None:
+    page = Page(2)
+    first, second = page.panels
+    line(first, [(4, 1.0), (1, 3.0)], "a\nb", 3, [(2.5, 3.5), (0.5, 1.5)])
+    line(first, [(1, 9.0)], "c", 12)
+    rule(first, 2.0, "level")
+    logarithmic(first, [1, 4], " K")
+    first.set_yscale("log")
+    title(first, "Title", "across", "up")
+    second.set_ylim(-7, 7)
+    line(second, [(0, 0.0)], "d", 0)
+    chart, other = charts_of(page)
+    assert isinstance(chart, Chart)
+    assert isinstance(other, Chart)
+    assert (chart.title, chart.x.label, chart.y.label, chart.x.is_log, chart.y.is_log) == (
+        "Title",
+        "across",
+        "up",
+        True,
+        True,
+    )
+    assert chart.x.ticks == [(1.0, "1 K"), (4.0, "4 K")]
+    assert [(one.name, one.style, list(one.points), one.ranges) for one in chart.series] == [
+        ("a b", 3, [(1.0, 3.0), (4.0, 1.0)], [(2.5, 3.5), (0.5, 1.5)]),
+        ("c", 12, [(1.0, 9.0)], None),
+    ]
+    assert [(level.at, level.name) for level in chart.levels] == [(2.0, "level")]
+    assert other.y.includes == (-7, 7)
+
+
+def test_dots_by_name_become_rows_and_named_dots_keep_their_names(tmp_path: Path) -> None:
+    page = Page(3)
+    by_label, below, named = page.panels
+    for index, name in enumerate(("kept", "dropped")):
+        for seed, loss in enumerate((1.0, 2.0 + index)):
+            dot(by_label, index, loss, name if seed == 0 else "", index)
+            dot(below, index, loss, "", index)
+    by_label.set_xticks([])
+    names_below(below, ["x, y", "z"])
+    named.set_xscale("log")
+    edge(named, [(1.0, 5.0), (2.0, 6.0)], "not beaten")
+    points = [Named(1.0, 5.0, "m", 0), Named(2.0, 6.0, "n", 0), Named(3.0, 7.0, "o", 1)]
+    named_dots(named, points, {0: "others", 1: "ours"}, [(4.0, 5.5), (6.0, 6.0), (6.5, 7.5)])
+    page.save(tmp_path / "figure.png")
+    rows, others, chart = charts_of(page)
+    assert isinstance(rows, Strips)
+    assert isinstance(others, Strips)
+    assert [(one.name, list(one.values), one.words) for one in rows.strips] == [
+        ("kept", [1.0, 2.0], "1.500"),
+        ("dropped", [1.0, 3.0], "2.000"),
+    ]
+    assert [one.name for one in others.strips] == ["x, y", "z"]
+    assert isinstance(chart, Chart)
+    behind, first, last = chart.series
+    assert (behind.name, behind.faint, first.name, list(first.names)) == ("not beaten", True, "others", ["m", "n"])
+    assert first.ranges == [(4.0, 5.5), (6.0, 6.0)]
+    assert (last.name, list(last.points), last.kind) == ("ours", [(3.0, 7.0)], "dots")
+
+
+def test_bars_are_read_with_their_parts() -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    axes = figure.add_subplot()
+    axes.barh([0, 1], [1.0, 2.0], label="compute")
+    axes.barh([0, 1], [3.0, 4.0], left=[1.0, 2.0], label="encode")
+    axes.set_yticks([0, 1], ["demo", "adamw"])
+    axes.set_xlabel("seconds")
+    (strips,) = charts_of(Page(figure=figure))
+    assert isinstance(strips, Strips)
+    assert list(strips.parts) == ["compute", "encode"]
+    assert [(one.name, list(one.values)) for one in strips.strips] == [("demo", [1.0, 3.0]), ("adamw", [2.0, 4.0])]
+
+
+def an_answer(tmp_path: Path, answer: str = "Yes: **3** <b>.", small: bool = True) -> Answer:
+    page = Page()
+    line(page.panels[0], [(0, 1.0), (1, 2.0)], "a <b>", 0)
+    line(page.panels[0], [(0, 2.0), (1, 1.0)], "other", 1)
+    finding = Finding(
+        f"Read it so.\n\n## More\n\n{table(('a', 'b'), [('x', '1')])}",
+        [Claim("it is", True), Claim("it was", False)],
+        answer,
+    )
+    study = Study("q0", "The title", "Is it?", find=lambda *_: finding)
+    folder = tmp_path / "results" / "q0"
+    folder.mkdir(parents=True)
+    page.save(folder / "a.png")
+    nothing = Page()
+    nothing.save(folder / "b.png")
+    drawings = {"a.png": Drawing(page, "A caption."), "b.png": Drawing(nothing, "No chart.")}
+    return Answer(study, folder, finding, drawings, [Origin("thinwire study run q0", folder, "3 rows")], small)
+
+
+def test_a_section_has_all_that_a_reader_needs(tmp_path: Path) -> None:
+    one = an_answer(tmp_path)
+    write_page([one], tmp_path / "results" / "report.html")
+    page = (tmp_path / "results" / "report.html").read_text()
+    read = Reader(page)
+    assert [entry for entry in read.fetched if "src=data:image/png;base64," not in entry] == []
+    assert "Is it?" in read.within("p")
+    assert "Yes: " in read.within("p")
+    assert NO_EVIDENCE in read.within("p")
+    assert read.within("li")[-2:] == ["it is.", "it was."]
+    assert len(read.all("figure", kind="chart")) == 1
+    assert len(read.all("img")) == 1
+    assert "thinwire study run q0" in read.within("code")
+    write_markdown([one], tmp_path / "docs" / "results.md")
+    text = (tmp_path / "docs" / "results.md").read_text()
+    for words in (
+        "| [q0](#q0-the-title) | Is it? | 1 of 2 claims hold | small size |",
+        "Yes: **3** <b>.",
+        "- **does not hold**: it was",
+        "### More",
+        "| x | 1 |",
+        "![A caption.](../results/q0/a.png)",
+        "`thinwire study run q0`: [3 rows](../results/q0)",
+        NO_EVIDENCE,
+    ):
+        assert words in text
+    assert "are no evidence" not in re.sub(
+        r"A study of the small size.*", "", _sections(an_answer(tmp_path / "full", small=False), tmp_path)
+    )
+
+
+def _sections(one: Answer, tmp_path: Path) -> str:
+    write_markdown([one], tmp_path / "full.md")
+    return (tmp_path / "full.md").read_text()
+
+
+def test_a_study_without_rows_says_what_makes_them(tmp_path: Path) -> None:
+    one = an_answer(tmp_path, answer="")
+    assert one.words == "Nothing is known yet: `thinwire study run q0` makes the rows."
+
+
+def test_a_small_size_is_told_from_a_full_one(tmp_path: Path) -> None:
+    study, full, folder = STUDIES["q3"], STUDIES["q3"].plan("full", [])[0], tmp_path / "q3" / "2000-01-01_cpu"
+    assert not is_small(study, folder)
+    folder.mkdir(parents=True)
+    rows = [trial.facts for trial in study.plan("small", [])]
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"trial": facts, "loss": 1.0}) + "\n" for facts in rows))
+    assert is_small(study, folder)
+    path.write_text(path.read_text() + json.dumps({"trial": full.facts, "loss": 1.0}) + "\n")
+    assert not is_small(study, folder)
+
+
+def test_the_best_rows_that_have_an_answer_are_taken(tmp_path: Path) -> None:
+    study = STUDIES["q3"]
+    cpu, gpu = (tmp_path / "q3" / name for name in ("2000-01-02_cpu", "2000-01-01_h200"))
+    for folder in (cpu, gpu):
+        folder.mkdir(parents=True)
+        (folder / "rows.jsonl").write_text("")
+    assert chosen_folder(study, tmp_path, {cpu: Finding("", answer="a"), gpu: Finding("", answer="b")}) == gpu
+    assert chosen_folder(study, tmp_path, {cpu: Finding("", answer="a"), gpu: Finding("")}) == cpu
+    assert chosen_folder(study, tmp_path, {cpu: Finding(""), gpu: Finding("")}) == gpu
+
+
+def test_a_verdict_follows_the_claims() -> None:
+    yes, no = Claim("a", True), Claim("b", False)
+    assert [verdict(claims, "all", "some", "none") for claims in ([yes, yes], [yes, no], [no])] == ["all", "some", "none"]
+
+
+def test_some_studies_alone_write_no_page(tmp_path: Path) -> None:
+    arguments = ["--results", str(tmp_path / "results"), "--markdown", str(tmp_path / "r.md")]
+    assert cli.run(["study", "report", "q19", *arguments]) == 0
+    assert (tmp_path / "results" / "q19" / "summary.md").exists()
+    assert not (tmp_path / "r.md").exists()
+
+
+@pytest.mark.parametrize(
+    "study", [study for study in STUDIES.values() if study.name not in SLOW], ids=lambda study: study.name
+)
+def test_the_docs_say_what_the_rows_say(study: Study) -> None:
+    text = (ROOT / "docs" / "results.md").read_text()
+    findings = {folder: find(study, folder, RESULTS) for folder in folders_of(RESULTS, study)}
+    folder = chosen_folder(study, RESULTS, findings)
+    finding = findings.get(folder, Finding(""))
+    assert finding.answer, f"{study.name} has no answer"
+    assert told(finding, finding.answer) in text, (
+        f"docs/results.md is older than the rows of {study.name}: thinwire study report"
+    )
+
+
+def test_the_docs_have_every_study_and_its_figures() -> None:
+    path = ROOT / "docs" / "results.md"
+    text = path.read_text()
+    assert re.findall(r"^## (\w+): ", text, re.MULTILINE) == list(STUDIES)
+    targets = re.findall(r"\]\((\.\./[^)]*)\)", text)
+    assert len(targets) > len(STUDIES)
+    for target in targets:
+        assert Path(os.path.normpath(path.parent / target)).exists(), target
