@@ -55,9 +55,8 @@ def _tables(command: type, values: dict[str, Any], title: str) -> str:
             sections += _tables(kind, inner, f"\n**{_text(kind)}**")
         else:
             name = option.name.upper() if _is_positional(hints[option.name]) else "--" + option.name.replace("_", "-")
-            cells = (f"`{name}`", _allowed(kind), _shown(value), " ".join(helps[option.name].split()))
-            rows.append(" | ".join(cells).replace("  ", " "))
-    head = f"{title}\n\n| option | value | default | |\n| --- | --- | --- | --- |\n"
+            rows.append(f"`{name}` | {' '.join(helps[option.name].split())}{_choices(kind)}{_shown_default(value)}")
+    head = f"{title}\n\n| option | |\n| --- | --- |\n"
     return (head + "".join(f"| {row} |\n" for row in rows) if rows else "") + sections
 
 
@@ -95,22 +94,21 @@ def _is_positional(hint: Any) -> bool:
     return get_origin(hint) is Annotated and any("Positional" in str(mark) for mark in get_args(hint)[1:])
 
 
-def _allowed(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return ", ".join(f"`{choice}`" for choice in get_args(kind))
+def _choices(kind: Any) -> str:
     if get_origin(kind) is tuple:
-        return f"{_allowed(get_args(kind)[0])} ..."
-    return {bool: "", int: "a number", float: "a number", str: "text", Path: "a path"}[kind]
+        return " Several may be given." + _choices(get_args(kind)[0])
+    return (
+        f" One of {', '.join(f'`{choice}`' for choice in get_args(kind) if choice)}." if get_origin(kind) is Literal else ""
+    )
 
 
-def _shown(value: Any) -> str:
+def _shown_default(value: Any) -> str:
     if value is MISSING:
-        return "required"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, tuple):
-        return " ".join(_shown(part) for part in value)
-    return "" if value in (None, "") else f"`{value}`"
+        return " **Required.**"
+    if value is None or value is False or value in ("", ()):
+        return ""
+    values = value if isinstance(value, tuple) else ("on",) if value is True else (value,)
+    return f" *Default: {' '.join(f'`{part}`' for part in values)}.*"
 
 
 if __name__ == "__main__":

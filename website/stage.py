@@ -69,7 +69,7 @@ def _content(path: str) -> str | None:
     heading = f"{_UNSEARCHED}# {path}\n\n"
     if full.is_dir():
         names = sorted(entry.name for entry in full.iterdir() if entry.is_file())
-        return heading + "\n".join(f"- [{name}]({full.name}/{name})" for name in names)
+        return heading + "\n".join(f"- [`{name}`]({full.name}/{name})" for name in names)
     return f"{heading}````python\n{full.read_text()}````\n" if full.suffix == ".py" else None
 
 
