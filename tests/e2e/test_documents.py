@@ -34,7 +34,7 @@ PYTHON_NOT_RUN = {"README.md": "test_readme.py runs it under torchrun"}
 RANKS = {"docs/migration.md": 2, "docs/sharding.md": 4}
 # What makes trainings short: options that come after those of the page. The first line that fits counts.
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--batch", "8", "--steps", "1", "--eval-examples", "8"]
-TINY += ["--sample-tokens", "4", "--no-tensorboard", "--threads", "1", "--warmup-steps", "0"]
+TINY += ["--sample-tokens", "4", "--no-tensorboard", "--threads", "1", "--warmup-steps", "0", "--device", "cpu"]
 TINY_TEXT = [*TINY, "--mlp-width", "64", "--sequence", "16"]
 SHORTER = {
     r".*--(dry-run|print-config|help)": [],
@@ -45,7 +45,7 @@ SHORTER = {
     r"(thinwire|torchrun .* -m thinwire) train ": [*TINY_TEXT, "--dataset", argparse.__file__],
 }
 # Where a page shows the output, only what it leaves out is shortened.
-UNSEEN = ["--eval-examples", "8", "--sample-tokens", "0", "--no-tensorboard", "--threads", "1"]
+UNSEEN = ["--eval-examples", "8", "--sample-tokens", "0", "--no-tensorboard", "--threads", "1", "--device", "cpu"]
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 COMMANDS = [command for block in BLOCKS for command in commands_of(block)]
 
