@@ -3,22 +3,27 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The quickstart needs the program alone: half as many packages.
+RUNS := $(VENV)/.runs
 # bfloat16 matrix products stop with SIGILL on some CPUs unless oneDNN is kept from their newest instructions.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: help quickstart test test-gpu lint format bench studies-small wire clean
+.PHONY: help quickstart test test-gpu lint format docs docs-serve bench studies-small wire clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): EXTRA := dev
+$(RUNS): EXTRA := train
+$(STAMP) $(RUNS): pyproject.toml constraints.txt
+	@echo "installing into $(VENV); the first time that takes a few minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
-	touch $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[$(EXTRA)]"
+	touch $(RUNS) $@
 
-quickstart: $(STAMP)  ## train a small language model with two replicas on this machine: about two minutes, no download
-	$(BIN)/thinwire train quickstart --replicas 2
+quickstart: $(RUNS)  ## train a small language model with two replicas here: two minutes, no download; DATASET=FILE for your own text
+	$(BIN)/thinwire train quickstart --replicas 2 $(if $(DATASET),--dataset "$(DATASET)")
 
 # Tracing makes Triton's interpreter twice as slow, so coverage is taken of the tests that are about core and wire. The others
 # wait a good deal, for processes and for links, so that two cores have time for three of them.
@@ -40,6 +45,17 @@ lint: $(STAMP)  ## formatting, lint rules and strict types
 format: $(STAMP)  ## format the code
 	$(BIN)/ruff format --quiet
 	$(BIN)/ruff check --fix --quiet
+
+# So that MkDocs does not speak of its future in between.
+export NO_MKDOCS_2_WARNING := 1
+
+docs: $(STAMP)  ## the documentation site, in build/site; a warning is an error
+	$(BIN)/python website/cli_reference.py
+	$(BIN)/python website/stage.py
+	$(BIN)/mkdocs build
+
+docs-serve: docs  ## the same, to be read in a browser on this machine
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site
 
 bench: $(STAMP)  ## CPU step time and memory beside pytorch-optimizer's DeMo; rows under results/
 	$(BIN)/python benchmarks/cpu_step.py

@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import thinwire
 from thinwire.core.errors import first_line
@@ -31,8 +32,9 @@ def main() -> None:
     """The ``thinwire`` program."""
     _quieten()
     code = run(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BrokenPipeError):  # nobody reads any more; the work is done all the same
+            stream.flush()
     logging.shutdown()
     # A gloo process may abort while the interpreter takes its threads down (pytorch issue 190489); all is written by now.
     os._exit(code)

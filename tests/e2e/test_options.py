@@ -35,6 +35,15 @@ def test_every_update_rule_is_a_flag(update: str, tmp_path: Path) -> None:
     assert f'update = "{update}"' in (tmp_path / "run" / "config.toml").read_text()
 
 
+@pytest.mark.parametrize(("lr", "is_worse"), [("1e-3", False), ("1", True)])
+def test_a_run_that_was_better_earlier_says_where_that_model_is(
+    lr: str, is_worse: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path / "run", "--update", "sign", "--lr", lr, "--eval-every", "1")
+    assert ("checkpoints/best has that model" in capsys.readouterr().out) == is_worse
+    assert (tmp_path / "run" / "checkpoints" / "best").is_dir()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["demo", "adamw"])
 def test_two_replicas_on_a_gpu_train_and_resume(optimizer: str, tmp_path: Path) -> None:

@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import thinwire
+from thinwire.cli import run
 
 ROOT = Path(thinwire.__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
@@ -28,17 +31,10 @@ def test_the_shortest_script_trains_under_torchrun(tmp_path: Path) -> None:
     assert abs(sent / 1000 - stated) < 0.1
 
 
-def test_links_lead_somewhere() -> None:
-    for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
-        text = document.read_text()
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
-            assert (document.parent / target).exists(), f"{document.name} links to {target}"
-
-
-def test_commands_in_the_readme_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"make ([a-z-]+)", README):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target} is not in the Makefile"
+def test_the_bytes_it_shows_are_those_that_are_sent(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "quickstart", "--replicas", "2", "--dry-run"]) == 0
+    sent, received = re.search(r"(\S+ kB) sent, (\S+ kB) received", capsys.readouterr().out).groups()
+    assert f"│ this run (demo)     │ {sent} │  {received} │" in README
 
 
 def test_the_wire_module_runs() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -213,7 +214,10 @@ def test_images_with_running_statistics(tmp_path: Path) -> None:
 
 def test_training_goes_on_when_nobody_reads(tmp_path: Path) -> None:
     command = " ".join([*PROGRAM, *ONE, "--steps", "6", "--out", "run"]) + " | head -n 1"
-    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    # As on most machines: what could not be written waits in a buffer, and must not end the program at its end.
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    settings: dict[str, Any] = {"shell": True, "capture_output": True, "text": True, "timeout": 200, "check": False}
+    done = subprocess.run(command, cwd=tmp_path, env=buffered, **settings)
     assert done.stderr == ""
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 6
 

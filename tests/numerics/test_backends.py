@@ -175,6 +175,10 @@ APPLIED = [("sgd", values, combine) for values in sorted(VALUE_CODECS) for combi
 ]
 
 
+def test_every_rule_is_among_them() -> None:
+    assert {rule for rule, _, _ in APPLIED} == set(UPDATE_RULES)
+
+
 @pytest.mark.parametrize(("rule", "values", "combine"), APPLIED)
 def test_payloads_are_applied(rule: str, values: str, combine: str, device: torch.device) -> None:
     shapes: Shapes = [(20, 25), (30,), (32, 16)]

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from tests.training import SmallNet, build, flat, train, train_step
 from thinwire import DeMo, NonFiniteGradientError, disable_gradient_sync
+from thinwire.core.update_rules import UPDATE_RULES
 from thinwire.exchange.traffic import Count
 from thinwire.exchange.transport import SoloTransport
 
@@ -26,7 +27,14 @@ def test_it_learns() -> None:
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
 
 
-@pytest.mark.parametrize("update", ["sign", "sgd", "adamw", "lion", "muon"])
+@pytest.mark.parametrize("update", sorted(UPDATE_RULES))
+def test_every_rule_knows_which_values_are_its_own(update: str) -> None:
+    parameter, optimizer = one((8, 8), update=update, values="auto")
+    optimizer.step()
+    assert parameter.isfinite().all()
+
+
+@pytest.mark.parametrize("update", sorted(UPDATE_RULES))
 def test_every_rule_learns(update: str) -> None:
     _, _, losses = train(0, 60, update=update, values="sign_scale")
     assert sum(losses[-10:]) < sum(losses[:10])

@@ -22,6 +22,8 @@ from thinwire.training.summary import BYTE_HEADS, byte_rows, byte_title
 from thinwire.training.text import TextData
 
 _PROMPT_TOKENS = 16
+# The last loss may be this much above the best without being called worse.
+_WORSE = 1.02
 
 
 def finish(outcome: Outcome, console: Console) -> None:
@@ -83,6 +85,9 @@ def _print(summary: dict[str, Any], sample: str, console: Console, folder: Path)
         f" {format_clock(summary['elapsed_seconds'])}",
         highlight=False,
     )
+    if summary["last_validation_loss"] > _WORSE * summary["best_validation_loss"]:
+        advice = "it was lowest earlier: checkpoints/best has that model; take fewer --steps or more data"
+        console.print(advice, highlight=False, soft_wrap=True)
     console.print(_byte_table(summary))
     console.print(_time_table(summary["seconds"], summary["settings"]["launch"]["link"]))
     if sample:

@@ -12,10 +12,11 @@ import tyro
 
 from thinwire.commands import train
 from thinwire.core.errors import CheckpointError
+from thinwire.core.update_rules import UPDATE_RULES
 from thinwire.parallel.place import Place
 from thinwire.training import config as config_module
 from thinwire.training import recipes
-from thinwire.training.config import ScheduleConfig, TrainConfig, all_fields, check
+from thinwire.training.config import OptimConfig, ScheduleConfig, TrainConfig, all_fields, check
 from thinwire.training.config_file import as_toml, override, read_file
 from thinwire.training.errors import TrainingError
 
@@ -27,6 +28,10 @@ def test_names_are_unique_and_explained() -> None:
     for name in names:
         following = source.split(f"    {name}: ", 1)[1].split("\n", 2)[1]
         assert following.strip().startswith('"""'), f"{name} has no help text"
+
+
+def test_every_update_rule_can_be_chosen() -> None:
+    assert set(typing.get_args(typing.get_type_hints(OptimConfig)["update"])) == set(UPDATE_RULES)
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
