@@ -42,8 +42,8 @@ _READING = (
     "either, but inside islands: payloads are gathered, and everyone adds them up by itself in the same order, or "
     "owners do for all. Received bytes are those of `optimizer.traffic` in a step of two layers of 1,024 x 1,024, per"
     " rank, from other replicas or other islands: gloo processes up to 8 ranks, threads of one process for more; "
-    "islands of 2 ranks, and of 8 among 64 and more. An elastic transport moves what its exchange does, and was not measured "
-    "apart. What it all means is told in `docs/decentralised.md`."
+    "islands of 2 ranks, and of 8 among 64 and more. An elastic transport moves what its exchange does, and was not "
+    "measured apart. What it all means is told in `docs/decentralised.md`."
 )
 
 
@@ -98,7 +98,7 @@ def _claims(measured: Sequence[Row]) -> list[Claim]:
     for row in gathered:
         if row["ranks"] > _FEW and row["ranks"] in owned:
             times = row["received"] / owned[row["ranks"]]
-            text = f"with {row['ranks']} replicas owners receive fewer bytes than an all-gather brings: {times:.1f} times fewer"
+            text = f"with {row['ranks']} replicas owners receive fewer bytes than in an all-gather: {times:.1f} times fewer"
             claims.append(Claim(text, times > 1))
     return claims
 
