@@ -59,7 +59,7 @@ class DeMo(Optimizer):
         eps: added to the adamw rule's denominator.
         maximize: go up instead of down.
         momentum_dtype: float32, bfloat16 or float64.
-        combine: ``mean_over_senders``, ``mean_over_replicas`` or ``majority_vote``, where only signs count.
+        combine: ``mean_over_replicas``, ``mean_over_senders`` or ``majority_vote``, where only signs count.
         clip_to_median: scale replicas whose values have a norm above the median of all replicas down to it.
         exact_decode: decode in whole numbers, so that all kinds of devices find the same bits; does not concern muon.
         on_bad_payload: what to do about a payload that is damaged or forged: ``drop`` it, so that the others count, or
@@ -108,7 +108,7 @@ class DeMo(Optimizer):
         eps: float = 1e-8,
         maximize: bool = False,
         momentum_dtype: str = "float32",
-        combine: str = "mean_over_senders",
+        combine: str = "mean_over_replicas",
         clip_to_median: bool = False,
         exact_decode: bool = True,
         on_bad_payload: str = "drop",

@@ -117,7 +117,7 @@ def _differ(rank: int, kind: str) -> str:
     if kind == "frozen":
         parameters.append(("frozen", nn.Parameter(torch.zeros(3 + 2 * rank), requires_grad=False)))
     if kind == "combine" and rank == 1:
-        options["combine"] = "mean_over_replicas"
+        options["combine"] = "mean_over_senders"
 
     def work() -> None:
         optimizer = DeMo(parameters, timeout_seconds=20, **options)
@@ -138,7 +138,7 @@ DIFFERENCES = {
     "frozen": r"frozen: shape \(3,\).*frozen: shape \(5,\)",
     "number": "number of tensors: 2.*number of tensors: 1",
     "topk": "group 0 topk: 4.*group 0 topk: 3",
-    "combine": "mean_over_senders.*mean_over_replicas",
+    "combine": "mean_over_replicas.*mean_over_senders",
     "lr": "group 0 lr: 0.001.*group 0 lr: 0.5",
 }
 

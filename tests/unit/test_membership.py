@@ -267,8 +267,8 @@ def test_a_newcomer_that_trains_something_else_is_turned_away_and_the_others_go_
     ends = {name: Citizen(town, name) for name in "abc"}
 
     def stranger() -> str:
-        with pytest.raises(AgreementError, match=r"combine: 'mean_over_senders'.*combine: 'mean_over_replicas'"):
-            train(ends["c"], 3, 3, combine="mean_over_replicas")
+        with pytest.raises(AgreementError, match=r"combine: 'mean_over_replicas'.*combine: 'mean_over_senders'"):
+            train(ends["c"], 3, 3, combine="mean_over_senders")
         ends["c"].leave()
         return "turned away"
 

@@ -178,6 +178,10 @@ def test_a_small_size_is_told_from_a_full_one(tmp_path: Path) -> None:
     assert is_small(study, folder)
     path.write_text(path.read_text() + json.dumps({"trial": full.facts, "loss": 1.0}) + "\n")
     assert not is_small(study, folder)
+    # What both sizes have is no sign of the full one.
+    both = next(trial for trial in STUDIES["q10"].plan("full", []) if trial.recipe == "rehearsal")
+    path.write_text(json.dumps({"trial": both.facts, "loss": 1.0}) + "\n")
+    assert is_small(STUDIES["q10"], folder)
 
 
 def test_the_best_rows_that_have_an_answer_are_taken(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ class Decoding(NamedTuple):
     """How everyone's coefficients become a direction: the combine rule, whether to transform back in whole numbers, and
     whether to scale replicas down to the median norm first (`core.robust`)."""
 
-    combine: str = "mean_over_senders"
+    combine: str = "mean_over_replicas"
     is_exact: bool = True
     clips: bool = False
 

@@ -196,7 +196,7 @@ class Oracle:
             self.momenta,
             self.num_kept,
             str(o.get("values", "float32")),
-            str(o.get("combine", "mean_over_senders")),
+            str(o.get("combine", "mean_over_replicas")),
             float(o.get("share", 1.0)),  # type: ignore[arg-type]
             bool(o.get("clips", False)),
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from thinwire.studies.figure import Drawing, Page, dot, line, names_below, room_for_labels, title
 from thinwire.studies.settings import DENSE_RATES, text_trial
-from thinwire.studies.study import FULL, SIZES, SMALL, Claim, Finding, Study, table, verdict
+from thinwire.studies.study import FULL, SIZES, SMALL, Claim, Finding, Study, table
 from thinwire.studies.trials import Row, Trial
 from thinwire.studies.tuning import SEEDS, Contender, Outcome, due, outcomes
 
@@ -77,10 +77,11 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
 
 
 def _answer(found: dict[str, Outcome]) -> str:
-    if not found:
+    if "sign rule" not in found:
         return ""
-    lead = verdict(_claims(found)[:1], "Yes", "Yes", "It works, but worse than with the sign")
     order = sorted(found.items(), key=lambda pair: pair[1].mean)
+    rules = [name for name, _ in order if name.endswith(" rule")]
+    lead = "It works, but no other rule ends lower" if rules[:1] == ["sign rule"] else f"Yes, and the {rules[0]} ends lower"
     return f"{lead}. From the lowest loss to the highest: {', '.join(f'{name} {one.words}' for name, one in order)}."
 
 

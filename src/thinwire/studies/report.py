@@ -150,8 +150,8 @@ def _standing(one: Answer) -> str:
 
 
 def _section(one: Answer, beside: Path) -> str:
-    parts = [f"## {_heading(one.study)}", f"**{one.study.question}**", told(one.finding, one.words)]
-    parts += [NO_EVIDENCE] if one.is_small else []
+    parts = [f"## {_heading(one.study)}", f"**{one.study.question}**", *([NO_EVIDENCE] if one.is_small else [])]
+    parts.append(told(one.finding, one.words))
     for name, (_, caption) in one.drawings.items():
         parts.append(f"![{caption}]({_relative(one.folder / name, beside)})\n\n{caption}")
     made = []

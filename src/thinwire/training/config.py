@@ -133,7 +133,7 @@ class OptimConfig:
     """DeMo: edge of the chunks that matrices are cut into. sparseloco: its square is the length of a chunk."""
     values: str = "auto"
     """DeMo: how a coefficient is written: auto, float32, bfloat16, int8, int4, sign_scale or sign."""
-    combine: Literal["mean_over_senders", "mean_over_replicas", "majority_vote"] = "mean_over_senders"
+    combine: Literal["mean_over_senders", "mean_over_replicas", "majority_vote"] = "mean_over_replicas"
     """DeMo: what the sum of a coefficient is divided by; with majority_vote only signs count, and most replicas decide."""
     clip_to_median: bool = False
     """DeMo: scale replicas whose values have a norm above the median of all replicas down to it; not for majority_vote."""

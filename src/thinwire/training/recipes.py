@@ -120,8 +120,8 @@ _LEARNING_RATES = {
 }
 # What some of them want besides, where the defaults are another's.
 _SETTINGS: dict[str, dict[str, Any]] = {
-    "published": {"topk": 32, "momentum_decay": 0.999},
-    "published-code": {"topk": 32, "momentum_decay": 0.999},
+    "published": {"topk": 32, "momentum_decay": 0.999, "combine": "mean_over_senders"},
+    "published-code": {"topk": 32, "momentum_decay": 0.999, "combine": "mean_over_senders"},
     "galore": {"rank": 32},
     "onebit-adam": {"dense_steps": 60},
     "sparseloco": {"outer_lr": 1.0},

@@ -39,7 +39,10 @@ def finish(outcome: Outcome, console: Console) -> None:
     sample = _sample(outcome, console)
     if sample:
         (folder / "sample.txt").write_text(sample, encoding="utf-8")
-    rebuild(folder, outcome.job.config)
+    try:
+        rebuild(folder, outcome.job.config)
+    except OSError as error:
+        console.print(f"{NAME} is not up to date: {error.strerror}", highlight=False)
     _print(summary, sample, console, folder)
 
 

@@ -78,16 +78,16 @@ def test_it_says_what_a_run_would_need(name: str, optimizer: str) -> None:
 def test_owners_hold_and_receive_what_they_would() -> None:
     config = build("quickstart")
     config = replace(config, optim=replace(config.optim, exchange="owner"))
-    plain = memory_bytes(build("quickstart").optim, build_on_meta(config), MeshShape(8))
-    needs = memory_bytes(config.optim, build_on_meta(config), MeshShape(8))
-    assert needs["residual of what is owned"] == needs["momentum"] // 8
+    plain = memory_bytes(build("quickstart").optim, build_on_meta(config), MeshShape(32))
+    needs = memory_bytes(config.optim, build_on_meta(config), MeshShape(32))
+    assert needs["residual of what is owned"] == needs["momentum"] // 32
     assert needs["payloads"] < plain["payloads"]
     assert {name for name in needs if needs[name] != plain.get(name)} == {"payloads", "residual of what is owned"}
     texts = {}
     for exchange in ("all_gather", "owner", "auto"):
         out = io.StringIO()
         asked = replace(config, optim=replace(config.optim, exchange=exchange))
-        describe(asked, 8, Console(file=out, width=120))
+        describe(asked, 32, Console(file=out, width=120))
         (texts[exchange],) = re.findall(r"([\d.]+ kB) received, exchange (\w+)", out.getvalue())
     assert texts["auto"] == texts["owner"]
     assert texts["owner"][1] == "owner"

@@ -62,7 +62,7 @@ def test_robust_combination_is_passed_on() -> None:
         assert isinstance(method, Decoupled)
         decoding = method.optimizer._decoding
         assert decoding.clips is changes.get("clip_to_median", False)
-        assert decoding.combine == changes.get("combine", "mean_over_senders")
+        assert decoding.combine == changes.get("combine", "mean_over_replicas")
 
 
 def test_the_exchange_is_passed_on() -> None:

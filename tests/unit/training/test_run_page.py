@@ -232,6 +232,15 @@ def test_a_killed_run_is_told_from_one_that_goes_on(tmp_path: Path) -> None:
         rebuild(tmp_path, CONFIG)
 
 
+def test_a_log_of_before_there_were_pages_can_be_shown(tmp_path: Path) -> None:
+    rows = [{"kind": "step", "step": 1, "loss": 5.0}, {"kind": "evaluation", "step": 1, "loss": 4.0, "accuracy": None}]
+    rows += [{"kind": "speed", "step": 1, "units_per_second": 2.0, "wait_share": 0.5}]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = rebuild(tmp_path, CONFIG).read_text()
+    assert state_of(page) == "ended"
+    assert points(page, "Loss against steps", "validation")[0][3] == "4"
+
+
 def test_a_long_run_has_a_page_of_bounded_size(tmp_path: Path) -> None:
     history = History()
     for step in range(1, 60_001):
