@@ -136,6 +136,7 @@ def build_peer(config: OptimConfig, model: nn.Module, flat: Flat, replica: int, 
         return SignSGD(flat, descent, config.beta1, replica)
     if config.optimizer == "ef-signsgd":
         return ErrorFeedbackSignSGD(flat, descent)
+    assert config.optimizer == "onebit-adam"
     betas = (config.beta1, config.beta2)
     return OneBitAdam(flat, descent, betas=betas, dense_steps=config.dense_steps, num_replicas=num_replicas)
 
