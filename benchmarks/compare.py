@@ -5,19 +5,18 @@ python benchmarks/compare.py quickstart --replicas 2 --optimizers demo adamw --s
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from thinwire.bench.environment import environment
+from thinwire.pages.styles import COLOURS
+from thinwire.studies.figure import Page, line, room_for_labels, title
 from thinwire.training.history import Row
 from thinwire.training.logs import read_rows
 
 RESULTS = Path(__file__).parent.parent / "results"
-_LABEL_POINTS = 11.0
 
 
 def main() -> None:
@@ -78,52 +77,24 @@ def table(summaries: list[dict]) -> str:
     return "\n".join(lines)
 
 
-_STYLES = (("-", "o", "#0072B2"), ("--", "s", "#D55E00"), ("-.", "^", "#009E73"), (":", "D", "#000000"))
-
-
 def draw_losses(runs: dict[str, list[Row]], path: Path) -> None:
     """Validation losses of some runs against steps, with the training loss faint behind; readable in grey."""
-    import matplotlib.ticker
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.2), dpi=130)
-    ends: list[tuple[float, float, str]] = []
-    for (name, rows), (dashes, marker, colour) in zip(runs.items(), _STYLES * len(runs), strict=False):
-        steps = [(row["step"], row["loss"]) for row in rows if row["kind"] == "step"]
-        scores = [(row["step"], row["loss"]) for row in rows if row["kind"] == "evaluation"]
+    page = Page(width=7.0)
+    (axes,) = page.panels
+    for index, (name, rows) in enumerate(runs.items()):
+        steps, scores = (
+            [(float(row["step"]), row["loss"]) for row in rows if row["kind"] == kind] for kind in ("step", "evaluation")
+        )
         if steps:
-            axes.plot(*zip(*steps, strict=True), color=colour, alpha=0.25, linewidth=0.8)
+            axes.plot(*zip(*steps, strict=True), color=COLOURS[index], alpha=0.25, linewidth=0.8)
         if scores:
-            axes.plot(*zip(*scores, strict=True), dashes, marker=marker, color=colour, markersize=4)
-            ends.append((scores[-1][1], scores[-1][0], f"{name} {scores[-1][1]:.3f}"))
+            line(axes, scores, f"{name} {scores[-1][1]:.3f}", index)
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0)))
-    axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-    axes.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats, log scale)")
-    axes.set_title("validation loss (marks); training loss (faint)", fontsize=10)
-    axes.margins(x=0.02)
-    axes.grid(alpha=0.3)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    figure.tight_layout(rect=(0, 0, 0.88, 1))
-    _label_ends(axes, ends)
-    figure.savefig(path)
-    plt.close(figure)
-
-
-def _label_ends(axes: Any, ends: list[tuple[float, float, str]]) -> None:
-    """Write each line's name beside its end, from the lowest upwards, moved up where two would lie on each other."""
-    points_per_pixel = 72 / axes.figure.dpi
-    last = -math.inf
-    for loss, step, text in sorted(ends):
-        height = axes.transData.transform((step, loss))[1] * points_per_pixel
-        place = max(height, last + _LABEL_POINTS)
-        axes.annotate(text, (step, loss), xytext=(6, place - height), textcoords="offset points", va="center", fontsize=9)
-        last = place
+    axes.set_yticks([1, 1.5, 2, 3, 5], ["1", "1.5", "2", "3", "5"])
+    axes.minorticks_off()
+    room_for_labels(axes)
+    title(axes, "validation loss (marks); training loss (faint)", "step", "loss (nats, log scale)")
+    page.save(path)
 
 
 if __name__ == "__main__":

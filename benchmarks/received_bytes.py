@@ -80,8 +80,10 @@ def few_at_once() -> Iterator[None]:
         return wait_and_work
 
     LocalStep.encode_, LocalStep.apply_ = map(in_turns, own)  # type: ignore[method-assign]
-    yield
-    LocalStep.encode_, LocalStep.apply_ = own  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        LocalStep.encode_, LocalStep.apply_ = own  # type: ignore[method-assign]
 
 
 def in_threads(exchange: str, num_ranks: int) -> list[dict[str, Any]]:

@@ -112,4 +112,4 @@ def _shown_default(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(reference())
+    PAGE.write_text(reference(), encoding="utf-8")

@@ -34,7 +34,7 @@ def stage(out: Path) -> None:
             shutil.copy(ROOT / path, place)
             continue
         text, targets = _relinked(content, path)
-        place.write_text(text)
+        place.write_text(text, encoding="utf-8")
         waiting += targets - known
         known |= targets
 

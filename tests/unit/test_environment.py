@@ -26,8 +26,10 @@ def test_the_commit_is_the_sources_and_says_if_it_has_changed(tmp_path: Path, mo
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "--quiet", "--message", "source")
     head = git(tmp_path, "rev-parse", "HEAD")
-    git(tmp_path, "tag", "v1")
     assert module.environment()["commit"] == head
+    (tmp_path / "README").write_text("one")
+    git(tmp_path, "add", "README")
+    assert module.environment()["commit"] == head, "the source is what counts"
     source.write_text("changed = True")
     assert module.environment()["commit"] == f"{head}-dirty"
 

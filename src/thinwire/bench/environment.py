@@ -19,7 +19,7 @@ def environment() -> dict[str, object]:
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "thinwire": thinwire.__version__,
-        "commit": _commit(),
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
@@ -30,11 +30,12 @@ def environment() -> dict[str, object]:
     }
 
 
-def _commit() -> str:
-    """Of this source, with -dirty after it where files have changed since; a repository that only surrounds it is none."""
+def commit() -> str:
+    """Of this source, with -dirty after it where it has changed since; a repository that only surrounds it is none."""
     if _git("ls-files", "--error-unmatch", _SOURCE.name).returncode:
         return "unknown"
-    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").stdout.strip()
+    changed = "-dirty" if _git("diff", "--quiet", "HEAD", "--", ".").returncode else ""
+    return _git("rev-parse", "HEAD").stdout.strip() + changed
 
 
 def _git(*arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -157,7 +157,7 @@ def _report(asked: ReportCommand, console: Console) -> int:
     from thinwire.studies.report import answers, write_markdown, write_page
 
     found = answers(_chosen(asked.names), asked.results)
-    written = [one.folder / "summary.md" for one in found]
+    written = [path for one in found if (path := one.folder / "summary.md").exists()]
     if "all" in asked.names:
         page = asked.page or asked.results / "report.html"
         write_page(found, page)

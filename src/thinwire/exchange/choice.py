@@ -4,8 +4,8 @@ from thinwire.core.errors import check_choice
 
 ALL_GATHER, OWNER, HIERARCHICAL, AUTO = "all_gather", "owner", "hierarchical", "auto"
 EXCHANGES = (ALL_GATHER, OWNER, HIERARCHICAL, AUTO)
-# An owner exchange receives some nine payloads, whatever their number, and has a second round trip: from here on less than
-# half of an all-gather's.
+# An owner exchange receives some nine payloads, whatever their number, and has a second round trip: from here on about
+# half of an all-gather's, or less.
 _LEAST_OWNERS = 20
 
 

@@ -43,9 +43,12 @@ class Scale:
         """Values with their words, about ``most`` of them."""
         if self.axis.ticks is not None:
             return [(value, words) for value, words in self.axis.ticks if self.low <= value <= self.high]
-        found = _log_ticks(self.low, self.high, most) if self.axis.is_log else _linear_ticks(self.low, self.high, most)
+        found = _log_ticks(self.low, self.high, most) if self.axis.is_log else []
+        if found:
+            return [(value, words_for(value)) for value in found]
+        found = _linear_ticks(self.low, self.high, most)
         apart = min((b - a for a, b in pairwise(found)), default=abs(self.high) or 1.0)
-        return [(value, words_for(value, None if self.axis.is_log else apart)) for value in found]
+        return [(value, words_for(value, apart)) for value in found]
 
 
 def scale_for(axis: Axis, values: Iterable[float], first: float, last: float, margin: float = 0.05) -> Scale:
@@ -70,6 +73,7 @@ def _linear_ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def _log_ticks(low: float, high: float, most: int) -> list[float]:
+    """Round numbers; none if there are too few between the ends."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for leading in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
         found = [one * 10.0**power for power in decades for one in leading if low <= one * 10.0**power <= high]
@@ -77,7 +81,7 @@ def _log_ticks(low: float, high: float, most: int) -> list[float]:
             break
     if len(found) > most:
         found = found[:: math.ceil(len(found) / most)]
-    return found if len(found) > 2 else _linear_ticks(low, high, most)
+    return found if len(found) > 2 else []
 
 
 def words_for(value: float, apart: float | None = None) -> str:

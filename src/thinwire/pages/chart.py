@@ -7,7 +7,7 @@ dark; names stand in a legend below, which cannot cover anything. What the scrip
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 from typing import Literal
@@ -58,7 +58,7 @@ class Chart:
     x: Axis
     y: Axis
     series: Sequence[Series]
-    levels: Sequence[Level] = field(default=())
+    levels: Sequence[Level] = ()
 
     def html(self) -> str:
         """A figure with its legend."""

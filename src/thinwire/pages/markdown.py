@@ -22,8 +22,15 @@ def _blocks(text: str) -> Iterator[list[str]]:
     is_fenced = False
     for line in text.splitlines():
         if line.startswith("```"):
+            if lines and not is_fenced:
+                yield lines
+                lines = []
             is_fenced = not is_fenced
-        if line.strip() or is_fenced:
+            lines.append(line)
+            if not is_fenced:
+                yield lines
+                lines = []
+        elif line.strip() or is_fenced:
             lines.append(line)
         elif lines:
             yield lines
@@ -34,7 +41,8 @@ def _blocks(text: str) -> Iterator[list[str]]:
 
 def _block(lines: Sequence[str], level: int) -> str:
     if lines[0].startswith("```"):
-        return f"<pre><code>{escape(chr(10).join(lines[1:-1]))}</code></pre>"
+        inner = lines[1:-1] if lines[-1].startswith("```") else lines[1:]
+        return f"<pre><code>{escape(chr(10).join(inner))}</code></pre>"
     if heading := re.match(r"(#+) (.*)", lines[0]):
         depth = min(6, level + len(heading[1]) - 1)
         rest = "\n" + _block(lines[1:], level) if len(lines) > 1 else ""
@@ -65,7 +73,7 @@ def _span(found: re.Match[str]) -> str:
     if found["strong"]:
         return f"<strong>{inline(found['strong'])}</strong>"
     # A scheme or a host would lead out of the page's own surroundings, or run something.
-    is_beside = not re.match(r"[a-zA-Z][\w+.-]*:|//|\\", found["target"])
+    is_beside = re.fullmatch(r"(?!//)[\w.#%/~+=&?-]+", found["target"])
     words = inline(found["text"])
     return f'<a href="{escape(found["target"], quote=True)}">{words}</a>' if is_beside else words
 

@@ -25,7 +25,8 @@ def document(title: str, body: Iterable[str], refresh_seconds: int = 0) -> str:
     """A page. It loads itself anew every so many seconds, if any, and stays where the reader was."""
     style, script = _style(), _file("script.js")
     # Only this very style and script may act, and nothing may be fetched.
-    policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; base-uri 'none'"
+    allowed = f"style-src {_hash(style)}; script-src {_hash(script)}; img-src data:"
+    policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
     reload = f'<noscript><meta http-equiv="refresh" content="{refresh_seconds}"></noscript>' if refresh_seconds else ""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'

@@ -87,13 +87,18 @@
         show(figure, number, button.dataset.name, button.getAttribute("aria-pressed") !== "true");
       });
     }
-    for (const key of store.get("hidden") || []) {
+    for (const key of store.get(`hidden ${location.pathname}`) || []) {
       const [place, ...name] = key.split("/");
       if (Number(place) === number) show(figure, number, name.join("/"), false);
     }
   });
 
-  // Tables are sorted by the column that is clicked: by its first number where it has one, else by letters.
+  // Tables are sorted by the column that is clicked: by the number that a cell begins with, if it does, else by letters.
+  const units = { B: 1, kB: 1e3, MB: 1e6, GB: 1e9 };
+  const number = (text) => {
+    const found = text.replace(/,/g, "").match(/^([-+]?[\d.]+)\s*([kMG]?B\b)?/);
+    return found ? parseFloat(found[1]) * (units[found[2]] || 1) : NaN;
+  };
   for (const table of document.querySelectorAll("table")) {
     const heads = [...table.tHead.rows[0].cells];
     heads.forEach((head, column) => {
@@ -103,7 +108,6 @@
         heads.forEach((one) => one.removeAttribute("aria-sort"));
         head.setAttribute("aria-sort", isUp ? "ascending" : "descending");
         const value = (row) => row.cells[column]?.textContent.trim() || "";
-        const number = (text) => parseFloat(text.replace(/,/g, ""));
         const order = (a, b) => {
           const x = number(value(a)), y = number(value(b));
           if (Number.isNaN(x) && Number.isNaN(y)) return value(a).localeCompare(value(b));
@@ -119,23 +123,23 @@
   const seconds = Number(document.body.dataset.refresh);
   const key = `scroll ${location.pathname}`;
   const folded = [...document.querySelectorAll("details")];
-  if (seconds) {
+  const before = performance.getEntriesByType("navigation")[0]?.type === "reload" && store.get(key);
+  if (before) {
     history.scrollRestoration = "manual";
-    const before = store.get(key);
-    if (before) {
-      before.open.forEach((isOpen, place) => { if (folded[place]) folded[place].open = isOpen; });
-      scrollTo(0, before.top);
-    }
+    before.open.forEach((isOpen, place) => { if (folded[place]) folded[place].open = isOpen; });
+    scrollTo(0, before.top);
+  }
+  if (seconds) {
     const again = () => {
       if (document.hidden) { setTimeout(again, 1000); return; }
       store.set(key, { top: scrollY, open: folded.map((one) => one.open) });
-      store.set("hidden", [...hidden]);
+      store.set(`hidden ${location.pathname}`, [...hidden]);
       location.reload();
     };
     setTimeout(again, 1000 * seconds);
     const written = document.querySelector("time[data-written]");
     const age = (Date.now() - Date.parse(written.dateTime)) / 1000;
     // What was killed cannot say so.
-    if (age > 60 + 3 * seconds) written.after(`: no news for ${Math.round(age / 60)} minutes, so the run has probably been killed`);
+    if (age > 60 + 3 * seconds) written.after(`: no news for ${Math.round(age / 60)} min; a step takes long, or the run was killed`);
   }
 })();

@@ -48,7 +48,8 @@ def _answer(found: dict[str, Outcome], claims: Sequence[Claim]) -> str:
     parts = []
     for rule in DEMO_RULES[FULL]:
         losses = [f"{found[name].mean:.3f} {word}" for word in _KEPT.values() if (name := f"{rule} rule, {word}") in found]
-        parts.append(f"with the {rule} rule {', '.join(losses)}")
+        if losses:
+            parts.append(f"with the {rule} rule {', '.join(losses)}")
     return f"{lead}. Last losses by what becomes of the coefficients that were not sent: {'; '.join(parts)}."
 
 

@@ -105,6 +105,8 @@ def _answer(found: dict[str, dict[str, Outcome]], claims: Sequence[Claim]) -> st
             f"{_word(method)} {one.mean:.3f}" if shares[method] is None else f"{_word(method)} {shares[method]:.1%}"
             for method, one in methods.items()
         ]
+        if not words:
+            continue
         parts.append(f"{model.capitalize()} ({'loss' if model == LANGUAGE else 'right answers'}): {', '.join(words)}")
     same = [claim for claim in claims if "as accurate" in claim.text]
     lead = verdict(same, "No, also for images", "For some models of images as well", "Here it is behind AdamW on images")

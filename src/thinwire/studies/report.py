@@ -27,9 +27,9 @@ NO_EVIDENCE = "These rows are of the small size: they show that the study runs, 
 _TITLE = "Results"
 _INTRODUCTION = (
     "What readers of the DeMo paper asked, and what stored rows say. `thinwire study report` writes this page from the rows "
-    "under `results/`, answers and claims included; a claim that does not hold stays. A study of the *small* size trains a "
+    "under `results/`, answers and claims included; a claim that does not hold stays. A study of the small size trains a "
     "model of 0.2 M parameters for 120 steps: it shows that the study runs, and its losses are no evidence."
-).replace("*", "")
+)
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,10 @@ def write_page(found: Sequence[Answer], path: Path) -> None:
     head = f'<header><h1>{_TITLE}</h1><p class="lead">{inline(_INTRODUCTION)}</p></header>'
     overview = section("overview", "All questions", [f'<ul class="overview">{"".join(map(_line, found))}</ul>'])
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(document(f"Thinwire: {_TITLE.lower()}", [head, overview, *(_part(one, path.parent) for one in found)]))
+    path.write_text(
+        document(f"Thinwire: {_TITLE.lower()}", [head, overview, *(_part(one, path.parent) for one in found)]),
+        encoding="utf-8",
+    )
 
 
 def _line(one: Answer) -> str:

@@ -44,7 +44,7 @@ class Finding:
 def verdict(claims: Sequence[Claim], every: str, some: str, none: str) -> str:
     """The word that fits, by how many of the claims hold."""
     held = sum(claim.holds for claim in claims)
-    return every if held == len(claims) else some if held else none
+    return none if not held else every if held == len(claims) else some
 
 
 def _nothing_due(size: str, rows: Sequence[Row]) -> list[Trial]:

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from thinwire.bench.environment import environment
+from thinwire.bench.environment import commit, environment
 from thinwire.core.errors import NonFiniteGradientError
 from thinwire.local_step import LocalStep
 from thinwire.studies.simulation import Simulation, VirtualReplicas
@@ -136,13 +137,20 @@ class Rows:
         return list({trial.key: trial for trial in trials if trial.key not in known}.values())
 
     def add(self, row: Row) -> None:
-        """Append a row to the file, in one write."""
+        """Append a row to the file, in one write; with its commit, since a folder may have rows of several."""
+        row = {**row, "commit": _commit()}
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self.rows:
             (self.folder / "environment.json").write_text(json.dumps(environment(), indent=1) + "\n")
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         self.rows.append(row)
+
+
+@cache
+def _commit() -> str:
+    """Once: what is measured is what was imported."""
+    return commit()
 
 
 def _with_defaults(row: Row) -> Row:

@@ -73,14 +73,14 @@ class Sampled:
 
 
 class History:
-    """All that is known of a run. ``end`` is its last row, if it has ended."""
+    """All that is known of a run. ``end`` is its last row, if it has ended, ``lowest`` the lowest validation loss."""
 
     def __init__(self) -> None:
         self.loss, self.rate, self.replicas = Thinned(), Thinned(), Thinned()
         self.evaluations, self.speeds = Sampled(), Sampled()
         self.notes: list[tuple[int, str]] = []
         self.end: Row | None = None
-        self.step = 0
+        self.step, self.lowest = 0, float("inf")
 
     def add(self, row: Row) -> None:
         """Take note of a row of the log."""
@@ -96,6 +96,7 @@ class History:
                 self.rate.add(step, row["lr"])
         elif kind == "evaluation":
             self.evaluations.add(row)
+            self.lowest = min(self.lowest, row["loss"])
         elif kind == "speed":
             self.speeds.add(row)
         elif kind == "note":

@@ -17,8 +17,8 @@ from thinwire.training.logs import read_rows
 from thinwire.training.loop import Outcome
 from thinwire.training.models import num_parameters
 from thinwire.training.progress import format_clock
-from thinwire.training.run_page import NAME, rebuild
-from thinwire.training.summary import BYTE_HEADS, byte_rows, byte_title
+from thinwire.training.run_page import FINISHED, NAME, rebuild
+from thinwire.training.summary import BYTE_HEADS, byte_rows, byte_title, harmless
 from thinwire.training.text import TextData
 
 _PROMPT_TOKENS = 16
@@ -40,9 +40,9 @@ def finish(outcome: Outcome, console: Console) -> None:
     if sample:
         (folder / "sample.txt").write_text(sample, encoding="utf-8")
     try:
-        rebuild(folder, outcome.job.config)
-    except OSError as error:
-        console.print(f"{NAME} is not up to date: {error.strerror}", highlight=False)
+        rebuild(folder, outcome.job.config, FINISHED)
+    except Exception as error:  # no page is worth a run
+        console.print(f"{NAME} is not up to date: {first_line(error)}", highlight=False, markup=False)
     _print(summary, sample, console, folder)
 
 
@@ -91,10 +91,8 @@ def _print(summary: dict[str, Any], sample: str, console: Console, folder: Path)
     console.print(_byte_table(summary))
     console.print(_time_table(summary["seconds"], summary["settings"]["launch"]["link"]))
     if sample:
-        # A model that has not learned much writes control characters, which a terminal would obey.
-        harmless = "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in sample)
         console.print("a sample of its text:", highlight=False)
-        console.print(harmless, highlight=False, markup=False, style="dim")
+        console.print(harmless(sample), highlight=False, markup=False, style="dim")
     console.print(f"\nrun folder: {folder} ({NAME}, log.jsonl, summary.json, checkpoints/last/model)", soft_wrap=True)
 
 

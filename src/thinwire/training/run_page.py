@@ -23,11 +23,11 @@ from thinwire.training.errors import TrainingError
 from thinwire.training.history import History, Row, Sampled
 from thinwire.training.logs import read_rows
 from thinwire.training.progress import format_clock
-from thinwire.training.summary import BYTE_HEADS, byte_rows, byte_title, time_rows
+from thinwire.training.summary import BYTE_HEADS, byte_rows, byte_title, harmless, time_rows
 
 _log = logging.getLogger("thinwire")
 NAME = "index.html"
-RUNNING, FINISHED, STOPPED, FAILED, ENDED = "running", "finished", "stopped", "failed", "ended"
+RUNNING, FINISHED, STOPPED, FAILED, ENDED = STATES = ("running", "finished", "stopped", "failed", "ended")
 _SECONDS_BETWEEN = 5.0
 # At most 1 part in 200 of the time of a run goes into its page.
 _LEAST_REST = 200
@@ -60,21 +60,22 @@ class RunPage:
         self._next = now + max(_SECONDS_BETWEEN, _LEAST_REST * (now - began))
 
 
-def rebuild(folder: Path, config: TrainConfig) -> Path:
-    """Build the page of a run from what lies in its folder."""
+def rebuild(folder: Path, config: TrainConfig, state: str | None = None) -> Path:
+    """Build the page of a run from what lies in its folder; ``state``, if it is known, else what the log says."""
     rows = read_rows(folder / "log.jsonl")
     if not rows:
         raise TrainingError(f"{folder}: there is no run to show, log.jsonl is missing or empty")
     history = History()
     for row in rows:
         history.add(row)
-    state = None if history.end is not None or _is_held(folder) else ENDED
+    if state is None and history.end is None and not _is_held(folder):
+        state = ENDED
     write_page(folder, config, history, state)
     return folder / NAME
 
 
 def _is_held(folder: Path) -> bool:
-    """Whether a run is writing to a folder now."""
+    """Whether a run is writing to a folder now. A run that begins to in this very moment would be refused."""
     for path in folder.glob(".lock*"):
         with path.open("r+") as file:
             try:
@@ -86,30 +87,33 @@ def _is_held(folder: Path) -> bool:
 
 def write_page(folder: Path, config: TrainConfig, history: History, state: str | None = None) -> None:
     """Write the page in one piece: who reads it meanwhile sees the one before. ``state``: what the history cannot know."""
-    aside = folder / f".{NAME}.new"
-    aside.write_text(_page(folder, config, history, state), encoding="utf-8")
-    os.replace(aside, folder / NAME)
+    aside = folder / f".{NAME}.{os.getpid()}"
+    try:
+        aside.write_text(_page(folder, config, history, state), encoding="utf-8")
+        os.replace(aside, folder / NAME)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _page(folder: Path, config: TrainConfig, history: History, state: str | None) -> str:
-    state = state or (RUNNING if history.end is None else str(history.end["state"]))
-    name = folder.resolve().name
-    body = [_head(name, state, history, config), facts(_facts(history, config, state))]
+    state = state or (RUNNING if history.end is None else history.end["state"])
+    state = state if state in STATES else ENDED
+    name, has_finished = folder.resolve().name, state == FINISHED
+    body = [_head(folder, state, history, config), facts(_facts(history, config, state))]
     body.append(section("loss", "Loss", [figures(chart.html() for chart in _losses(history))]))
-    body.append(section("network", "Network", [_network_part(history), *_summary(folder)]))
+    body.append(section("network", "Network", [_network_part(history, config), *(_summary(folder) if has_finished else ())]))
     body.append(section("time", "Time", [figures(chart.html() for chart in _times(history, config)), _hidden(history)]))
     body.append(section("replicas", "Replicas", list(_replicas(history, config))))
     notes = "".join(f"<li>step {step:,}: {escape(text)}</li>" for step, text in history.notes)
     body.append(section("notes", "What happened", [f"<ul>{notes}</ul>"] if notes else []))
     body.append(section("settings", "Settings", list(_settings(history, config))))
-    body += list(_sample(folder))
-    is_running = state == RUNNING
-    return document(f"{name}: {state}", body, round(_SECONDS_BETWEEN) if is_running else 0)
+    body += list(_sample(folder)) if has_finished else []
+    return document(f"{name}: {state}", body, round(_SECONDS_BETWEEN) if state == RUNNING else 0)
 
 
-def _head(name: str, state: str, history: History, config: TrainConfig) -> str:
+def _head(folder: Path, state: str, history: History, config: TrainConfig) -> str:
     now = datetime.now(UTC)
-    words = {RUNNING: "", FINISHED: "", STOPPED: f"go on with: thinwire train --resume {name}"}
+    words = {RUNNING: "", FINISHED: "", STOPPED: f"go on with: thinwire train --resume {folder}"}
     said = words.get(state, "without a word: it was killed, or its machine was" if state == ENDED else "")
     if history.end is not None and history.end["text"]:
         said = history.end["text"]
@@ -120,8 +124,9 @@ def _head(name: str, state: str, history: History, config: TrainConfig) -> str:
         else ""
     )
     written = f'<time data-written datetime="{now.isoformat(timespec="seconds")}">written {now:%Y-%m-%d %H:%M:%S} UTC</time>'
+    name = escape(folder.resolve().name)
     return (
-        f'<header><h1>{escape(name)}</h1><p><span class="state {state}">{state}</span> {escape(said)}</p>{bar}'
+        f'<header><h1>{name}</h1><p><span class="state {state}">{state}</span> {escape(said)}</p>{bar}'
         f'<p class="muted">{written}</p></header>'
     )
 
@@ -132,8 +137,8 @@ def _facts(history: History, config: TrainConfig, state: str) -> Iterator[tuple[
     scores = [row["loss"] for row in history.evaluations.rows]
     if scores:
         yield "validation loss", f"{scores[-1]:.4f}"
-    if len(scores) > 2 and min(scores) < scores[-1]:
-        yield "lowest", f"{min(scores):.4f}"
+    if scores and history.lowest < scores[-1]:
+        yield "lowest", f"{history.lowest:.4f}"
     if history.evaluations.rows and history.evaluations.rows[-1].get("accuracy") is not None:
         yield "right answers", f"{history.evaluations.rows[-1]['accuracy']:.1%}"
     if history.loss.bins:
@@ -181,13 +186,18 @@ def _unit(seconds: float) -> tuple[str, float]:
     return ("hours", 3600.0) if seconds > 10_800 else ("minutes", 60.0) if seconds > 180 else ("seconds", 1.0)
 
 
-def _network_part(history: History) -> str:
-    if all(one.high == 1 for one in history.replicas.bins):
+def _who(config: TrainConfig) -> str:
+    """What the log counts: replicas, or the ranks of which each has several."""
+    return "rank" if config.launch.mesh or config.launch.islands else "replica"
+
+
+def _network_part(history: History, config: TrainConfig) -> str:
+    if history.replicas.bins and all(one.high == 1 for one in history.replicas.bins):
         return "<p>There is one replica: nothing crosses a wire.</p>"
-    return figures(chart.html() for chart in _network(history))
+    return figures(chart.html() for chart in _network(history, _who(config)))
 
 
-def _network(history: History) -> list[Chart]:
+def _network(history: History, who: str) -> list[Chart]:
     """Bytes per step, in all, and per second. Between two measurements, all steps count alike."""
     known = [row for row in history.speeds.rows if "totals" in row]
     start: Row = {"step": 0, "totals": dict.fromkeys(known[0]["totals"], 0.0) if known else {}}
@@ -210,8 +220,8 @@ def _network(history: History) -> list[Chart]:
         in_all.append(Series(way, [(float(row["step"]), row["totals"][key] / size) for row in known], style=style))
     x = Axis("step", includes=(0.0,))
     return [
-        Chart("Bytes per step, of one replica", x, Axis("kB", includes=(0.0,)), per_step),
-        Chart("Bytes in all, of one replica", x, Axis(unit, includes=(0.0,)), in_all),
+        Chart(f"Bytes per step, of one {who}", x, Axis("kB", includes=(0.0,)), per_step),
+        Chart(f"Bytes in all, of one {who}", x, Axis(unit, includes=(0.0,)), in_all),
         Chart("Use of the link, with all pauses", x, Axis("Mbit/s", includes=(0.0,)), rates),
         Chart("Time spent waiting for bytes", x, Axis("% of training", includes=(0.0,)), [_waits(history.speeds)]),
     ]
@@ -227,7 +237,7 @@ def _byte_unit(most: float) -> tuple[str, float]:
 
 
 def _summary(folder: Path) -> Iterator[str]:
-    """The bytes beside those of an all-reduce, once the run has ended."""
+    """The bytes beside those of an all-reduce."""
     path = folder / "summary.json"
     summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if summary.get("num_replicas", 1) > 1:
@@ -257,17 +267,20 @@ def _hidden(history: History) -> str:
 
 
 def _replicas(history: History, config: TrainConfig) -> Iterator[str]:
-    bins, totals = history.replicas.bins, history.totals
+    bins, totals, who = history.replicas.bins, history.totals, _who(config)
     if bins:
         fewest, most = min(one.low for one in bins), max(one.high for one in bins)
         if fewest < most:
             points, spread = [(float(one.step), one.mean) for one in bins], [(one.low, one.high) for one in bins]
-            series = Series("replicas", points, spread)
-            yield figures(
-                [Chart("Replicas that took part", Axis("step"), Axis("replicas", includes=(0.0,)), [series]).html()]
+            chart = Chart(
+                f"{who.capitalize()}s that took part",
+                Axis("step"),
+                Axis(f"{who}s", includes=(0.0,)),
+                [Series(f"{who}s", points, spread)],
             )
+            yield figures([chart.html()])
         else:
-            yield f"<p>{most:.0f} {'replica' if most == 1 else 'replicas'} took part in every step.</p>"
+            yield f"<p>{most:.0f} {who if most == 1 else f'{who}s'} took part in every step.</p>"
     if "drift_checks" in totals:
         checks, differences = round(totals["drift_checks"]), round(totals["drift_differences"])
         found = f"they differed {differences} times" if differences else "they held the same each time"
@@ -286,6 +299,5 @@ def _settings(history: History, config: TrainConfig) -> Iterator[str]:
 def _sample(folder: Path) -> Iterator[str]:
     path = folder / "sample.txt"
     if path.exists():
-        text = path.read_text(encoding="utf-8", errors="replace")
-        harmless = "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text)
-        yield section("sample", "A sample of its text", [f"<pre><code>{escape(harmless)}</code></pre>"])
+        text = harmless(path.read_text(encoding="utf-8", errors="replace"))
+        yield section("sample", "A sample of its text", [f"<pre><code>{escape(text)}</code></pre>"])

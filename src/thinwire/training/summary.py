@@ -8,6 +8,11 @@ from thinwire.planner.links import format_bytes
 BYTE_HEADS = ("", "sent", "received", "whole run", "times as much")
 
 
+def harmless(text: str) -> str:
+    """Without control characters, which a model that has not learned much writes, and a terminal would obey."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text)
+
+
 def byte_title(summary: Mapping[str, Any]) -> str:
     """What the table of bytes shows."""
     who = "replica" if summary["ranks_per_replica"] == 1 else "rank"

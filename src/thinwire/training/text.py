@@ -115,8 +115,8 @@ def _read_packages() -> bytes:
     """The source of the standard library and of all installed packages, each text once: copies of a file in several packages
     would be known from training when they come up in validation."""
     files = _files(Path(sysconfig.get_path("stdlib")), "*.py", _NO_LIBRARY)
-    for name in ("purelib", "platlib"):
-        files |= _files(Path(sysconfig.get_path(name)), "*.py", _NO_SOURCE)
+    for folder in {sysconfig.get_path(name) for name in ("purelib", "platlib")}:
+        files |= _files(Path(folder), "*.py", _NO_SOURCE)
     found: dict[bytes, bytes] = {}
     num_bytes = 0
     for text in _texts(files):

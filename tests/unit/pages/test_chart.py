@@ -131,7 +131,9 @@ def test_bars_are_as_wide_as_their_parts() -> None:
     assert len(data_of(dots)["series"][0]["points"]) == 2
 
 
-@pytest.mark.parametrize(("low", "high", "is_log"), [(0, 1, False), (1e-4, 2e-4, False), (2.7, 5.6, True), (1, 1e9, True)])
+@pytest.mark.parametrize(
+    ("low", "high", "is_log"), [(0, 1, False), (1e-4, 2e-4, False), (2.7, 5.6, True), (1, 1e9, True), (2.3, 2.31, True)]
+)
 def test_ticks_are_few_inside_and_different(low: float, high: float, is_log: bool) -> None:
     scale = scale_for(Axis("", is_log), [low, high], 0.0, 100.0)
     ticks = scale.ticks(6)

@@ -35,6 +35,7 @@ def test_only_its_own_style_and_script_may_act() -> None:
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{tag}-src 'sha256-{digest}'" in policy
     assert policy.startswith("default-src 'none'")
+    assert "form-action 'none'" in policy
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,9 @@ def test_only_its_own_style_and_script_may_act() -> None:
         ("```bash\nrm <x>\n\ny\n```", "<pre><code>rm &lt;x&gt;\n\ny</code></pre>"),
         ("[a](../b.md#c)", '<p><a href="../b.md#c">a</a></p>'),
         ("[a](javascript:b) [c](//d)", "<p>a c</p>"),
+        ("[a](/\\d) [b](\x01javascript:c)", "<p>a b</p>"),
+        ("```\na\n```\nb", "<pre><code>a</code></pre>\n<p>b</p>"),
+        ("a\n```\nb", "<p>a</p>\n<pre><code>b</code></pre>"),
     ],
 )
 def test_a_small_part_of_markdown(text: str, html: str) -> None:

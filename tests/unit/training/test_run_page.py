@@ -99,6 +99,52 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert "<out>" in read.within("dd")
 
 
+def test_before_the_first_step_nothing_is_said_of_replicas(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.reporter.say("hello")
+    assert "There is one replica" not in run.page
+    run.train(1, replicas=1)
+    run.reporter._page.write()
+    assert "There is one replica" in run.page
+
+
+def test_ranks_of_a_mesh_are_no_replicas(tmp_path: Path) -> None:
+    config = replace(CONFIG, launch=replace(CONFIG.launch, mesh="replicate=2,shard=2"))
+    run = FakeRun(tmp_path / "run", config=config)
+    run.train(STEPS, replicas=4)
+    page = run.end()
+    assert "4 ranks took part in every step." in Reader(page).within("p")
+    assert points(page, "Bytes per step, of one rank", "sent")
+
+
+def test_the_lowest_loss_is_that_of_all_evaluations(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run")
+    for step in range(1, 1001):
+        run.reporter.evaluation(step, Score(0.5 if step == 502 else 1.0 + step / 1e6))
+    assert "0.5000" in Reader(run.end()).within("dd")
+
+
+def test_a_state_that_nobody_knows_is_not_shown(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.train(3)
+    run.end()
+    log = tmp_path / "run" / "log.jsonl"
+    log.write_text(log.read_text() + json.dumps({"kind": "end", "step": 3, "state": '"><form action=x>', "text": ""}) + "\n")
+    rebuild(tmp_path / "run", CONFIG)
+    assert state_of(run.page) == "ended"
+    assert "<form" not in run.page
+
+
+def test_what_a_run_before_it_was_resumed_came_to_is_not_shown(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.train(3)
+    (tmp_path / "run" / "sample.txt").write_text("once upon a time")
+    run.reporter._page.write()
+    assert "once upon" not in run.page
+    run.train(STEPS - 3)
+    assert "once upon" in run.end()
+
+
 def test_a_run_that_goes_on_loads_its_page_anew(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run")
     run.train(20)
@@ -197,7 +243,7 @@ def test_only_the_first_replica_writes(tmp_path: Path) -> None:
 
 
 def test_a_page_that_cannot_be_written_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "run" / ".index.html.new").mkdir(parents=True)
+    (tmp_path / "run" / "index.html").mkdir(parents=True)
     with caplog.at_level(logging.WARNING, "thinwire"):
         run = FakeRun(tmp_path / "run")
         run.train(3)
