@@ -290,7 +290,9 @@ def test_most_of_the_exchange_hides_behind_backward() -> None:
 
         return run_replicas(work, 2)
 
-    for (late_wait, _), (early_wait, early_hidden) in zip(exposed(False), exposed(True), strict=True):
+    for (late_wait, late_hidden), (early_wait, early_hidden) in zip(exposed(False), exposed(True), strict=True):
+        # On a busy machine the last buckets are encoded while the first travel, and that much is hidden.
+        assert late_wait + late_hidden > 0.45
         assert late_wait > 0.4
         assert early_wait < late_wait / 2
         assert early_hidden > 0.2
