@@ -81,8 +81,8 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
     """Replace the singular values of each matrix by about 1 (Newton-Schulz); a zero matrix stays zero.
 
-    On a GPU in bfloat16, as is usual for Muon: the iteration forgives its rounding, and float32 products would take longer
-    than a model's backward."""
+    On a GPU float32 is rounded to bfloat16 first, as is usual for Muon: the iteration forgives its rounding, and products in
+    float32 would take longer than a model's backward."""
     a, b, c = _QUINTIC
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     wide = (matrices.mT if is_tall else matrices).reshape(-1, *sorted(matrices.shape[-2:]))
@@ -90,7 +90,8 @@ def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
     largest = wide.abs().amax(dim=(-2, -1), keepdim=True)
     x = wide / torch.where(largest > 0, largest, 1)
     norm = torch.linalg.matrix_norm(x, keepdim=True)
-    x = (x / torch.where(norm > 0, norm, 1)).to(torch.bfloat16 if x.is_cuda else x.dtype)
+    is_rounded = x.is_cuda and x.dtype == torch.float32
+    x = (x / torch.where(norm > 0, norm, 1)).to(torch.bfloat16 if is_rounded else x.dtype)
     for _ in range(num_iterations):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
