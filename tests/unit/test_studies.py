@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ import torch
 
 from thinwire import cli
 from thinwire.studies.questions import STUDIES
-from thinwire.studies.results import best_folder, folder_for, run_study, stored, write_summary
+from thinwire.studies.results import best_folder, book_of, folder_for, stored, write_summary
 from thinwire.studies.study import SIZES, Claim, Finding, Study
-from thinwire.studies.trials import Row, Rows, Trial
+from thinwire.studies.trials import Book, Row, Rows, Trial, run_all
 from thinwire.studies.tuning import Contender, due, outcome
 
 CPU = torch.device("cpu")
@@ -59,9 +60,9 @@ def test_what_was_run_is_not_run_again(tmp_path: Path) -> None:
     trials = [Trial("quickstart", 2, settings={**TINY, "seed": seed}) for seed in (0, 1)]
     study = Study("q0", "T", "?", find=lambda rows, _: Finding(f"{len(rows)}"), plan=lambda *_: trials)
     folder = folder_for(tmp_path, "q0", CPU)
-    assert [left for _, left in run_study(study, "small", folder, CPU, deadline=0.0)] == []
-    assert [left for _, left in run_study(study, "small", folder, CPU)] == [1, 0]
-    assert list(run_study(study, "small", folder, CPU)) == []
+    assert list(run_all([book_of(study, "small", folder)], CPU, deadline=0.0)) == []
+    assert [len(book.due) for book, _ in run_all([book_of(study, "small", folder)], CPU)] == [1, 0]
+    assert list(run_all([book_of(study, "small", folder)], CPU)) == []
     assert best_folder(tmp_path, "q0") == folder
     assert len(stored(tmp_path, "q0")) == 2
     row = Rows(folder).rows[0]
@@ -69,6 +70,21 @@ def test_what_was_run_is_not_run_again(tmp_path: Path) -> None:
     assert row["loss"] == row["curve"][-1][1]
     assert row["sent_bytes"] > 0
     assert json.loads((folder / "environment.json").read_text())["torch"] == torch.__version__
+
+
+def test_what_is_due_next_begins_while_others_run(tmp_path: Path) -> None:
+    """Two studies at once, one of which plans its second training by the first one's row."""
+
+    def then_another(rows: Sequence[Row]) -> list[Trial]:
+        seeds = (0, 1) if rows else (0,)
+        return [Trial("quickstart", 2, settings={**TINY, "steps": 2, "eval_every": 2, "seed": seed}) for seed in seeds]
+
+    folders = {name: tmp_path / name for name in ("one", "other")}
+    books = [Book(name, Rows(folder), then_another) for name, folder in folders.items()]
+    names = [book.name for book, row in run_all(books, CPU, at_once=2) if row["loss"] is not None]
+    assert sorted(names) == ["one", "one", "other", "other"]
+    for name, folder in folders.items():
+        assert [row["trial"]["settings"]["seed"] for row in Rows(folder).rows] == [0, 1], name
 
 
 def test_a_training_that_fails_is_a_row_without_a_loss() -> None:

@@ -17,6 +17,7 @@ from thinwire.training.errors import TrainingError
 
 if TYPE_CHECKING:
     from thinwire.studies.study import Study
+    from thinwire.studies.trials import Book
 
 
 @dataclass(frozen=True)
@@ -114,42 +115,61 @@ def _chosen(names: tuple[str, ...]) -> "list[Study]":
 
 
 def _run(asked: RunCommand, console: Console) -> int:
-    from thinwire.studies.results import folder_for, folders_of, run_study, write_summary
+    from thinwire.studies.results import book_of, folder_for
 
     name = ("cuda" if torch.cuda.is_available() else "cpu") if asked.device == "auto" else asked.device
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise TrainingError(f"--device {asked.device}: there is no CUDA device here; cpu or auto")
-    device, deadline, is_complete = torch.device(name), time.monotonic() + (asked.seconds or math.inf), True
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    for study in _chosen(asked.names):
+    device, deadline = torch.device(name), time.monotonic() + (asked.seconds or math.inf)
+    studies = _chosen(asked.names)
+    folders = {one.name: folder_for(asked.results, one.name, device, asked.anew) for one in studies if one.has_trials}
+    left = 0
+    # Where the time counts, nothing else must run, and what others have found is read.
+    for alone in (False, True):
+        mine = [one for one in studies if one.has_trials and one.alone == alone]
+        books = [book_of(one, asked.size, folders[one.name]) for one in mine]
+        left += _run_books(books, asked, device, 1 if alone else asked.at_once, deadline, console)
+    for study in studies:
         if not study.has_trials:
-            (folder,) = folders_of(asked.results, study)
-            write_summary(study, folder, asked.results)
-            _print_claims(study, folder, asked.results, console)
-            continue
-        folder, num_done, left = folder_for(asked.results, study.name, device, asked.anew), 0, 0
-        with Progress(*columns, console=console, transient=True) as progress:
-            bar = progress.add_task(f"{study.name} {study.title}", total=None)
-            at_once = 1 if study.alone else asked.at_once
-            for row, left in run_study(study, asked.size, folder, device, at_once, deadline):
-                num_done += 1
-                progress.update(bar, completed=num_done, total=num_done + left)
-                loss = "failed" if row["loss"] is None else f"{row['loss']:.4f}"
-                console.print(f"[dim]{study.name}: {loss}, {row['seconds']:.0f} s[/dim]", highlight=False)
-        is_complete = is_complete and not left
-        if folder.exists():
-            write_summary(study, folder, asked.results)
-            _print_claims(study, folder, asked.results, console)
-        if left:
-            console.print(f"{study.name}: {left} trainings are left for lack of time; call it again to go on")
-    return 0 if is_complete else 3
+            _conclude(study, asked.results / study.name, asked.results, console)
+    return 3 if left else 0
 
 
-def _print_claims(study: "Study", folder: Path, results: Path, console: Console) -> None:
-    from thinwire.studies.results import find
+def _run_books(
+    books: "list[Book]", asked: RunCommand, device: torch.device, at_once: int, deadline: float, console: Console
+) -> int:
+    """Run them, and write what each says once nothing of it is due; returns the number of trainings that are left."""
+    from thinwire.studies.questions import STUDIES
+    from thinwire.studies.trials import run_all
 
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bars = {book.name: progress.add_task(book.name, total=None) for book in books}
+        unfinished, num_done = {book.name: book for book in books}, dict.fromkeys(bars, 0)
+        for book, row in run_all(books, device, at_once, deadline):
+            loss = "failed" if row["loss"] is None else f"{row['loss']:.4f}"
+            console.print(f"[dim]{book.name}: {loss}, {row['seconds']:.0f} s[/dim]", highlight=False)
+            left = len(book.due)
+            num_done[book.name] += 1
+            done = num_done[book.name]
+            progress.update(bars[book.name], completed=done, total=done + left, visible=left > 0)
+            if not left:
+                _conclude(STUDIES[book.name], unfinished.pop(book.name).rows.folder, asked.results, console)
+    for book in unfinished.values():
+        if book.rows.rows:
+            _conclude(STUDIES[book.name], book.rows.folder, asked.results, console)
+        if left := len(book.due):
+            console.print(f"{book.name}: {left} trainings are left for lack of time; call it again to go on")
+    return sum(len(book.due) for book in unfinished.values())
+
+
+def _conclude(study: "Study", folder: Path, results: Path, console: Console) -> None:
+    """Write what the rows of a folder say, and print its claims."""
+    from thinwire.studies.results import write_summary
+
+    finding, _ = write_summary(study, folder, results)
     console.print(f"{study.name} {study.title}: {folder}", soft_wrap=True, highlight=False)
-    for claim in find(study, folder, results).claims:
+    for claim in finding.claims:
         console.print(f"  {'holds' if claim.holds else 'DOES NOT HOLD'}: {claim.text}", soft_wrap=True, highlight=False)
 
 

@@ -1,16 +1,15 @@
 """Where the rows of studies lie, and what is written beside them: results/STUDY/DATE_HARDWARE."""
 
 import re
-import time
-from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from thinwire.studies.study import SIZES, Finding, Study
-from thinwire.studies.trials import Row, Rows, run_all
+from thinwire.studies.trials import Book, Row, Rows
 
 if TYPE_CHECKING:
     from thinwire.studies.figure import Drawing
@@ -44,30 +43,16 @@ def stored(results: Path, name: str) -> list[Row]:
     return [] if folder is None else Rows(folder).rows
 
 
-def run_study(
-    study: Study, size: str, folder: Path, device: torch.device, at_once: int = 1, deadline: float = float("inf")
-) -> Iterator[tuple[Row, int]]:
-    """Run all that is due, and yield each new row with the number of trials that are still known to be due."""
+def book_of(study: Study, size: str, folder: Path) -> Book:
+    """What is there of a study in a folder, and what is due."""
     assert size in SIZES
-    rows = Rows(folder)
-    while due := rows.missing(study.plan(size, rows.rows)):
-        left = len(due)
-        for row in run_all(due, rows, device, at_once, deadline):
-            left -= 1
-            yield row, left
-        if left or time.monotonic() > deadline:
-            return
+    return Book(study.name, Rows(folder), partial(study.plan, size))
 
 
 def folders_of(results: Path, study: Study) -> list[Path]:
     """Those that have something to say: all with rows, or the study's own where it has no trials."""
     own = results / study.name
     return [path for path in sorted(own.glob("*_*")) if (path / "rows.jsonl").exists()] if study.has_trials else [own]
-
-
-def find(study: Study, folder: Path, results: Path) -> Finding:
-    """What the rows of a folder say."""
-    return study.find(Rows(folder).rows, results)
 
 
 def write_summary(study: Study, folder: Path, results: Path) -> "tuple[Finding, dict[str, Drawing]]":

@@ -67,7 +67,11 @@ class Simulation:
         check(config, num_replicas)
         self._config, self._device = config, device
         self._data = data or load_data(config)
-        self._train, self._validation = OnDevice(self._data.train, device), self._data.validation
+        train = self._data.train
+        self._train, self._validation = (
+            train if isinstance(train, OnDevice) else OnDevice(train, device),
+            self._data.validation,
+        )
         seed_everything(config.run.seed)
         self.model = build_model(config, sizes_of(self._data)).to(device).train()
         self._num_parts = num_replicas if apart else 1

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from thinwire.bench.environment import commit, environment
 from thinwire.core.errors import NonFiniteGradientError
 from thinwire.local_step import LocalStep
-from thinwire.studies.simulation import Simulation, VirtualReplicas
+from thinwire.studies.simulation import OnDevice, Simulation, VirtualReplicas
 from thinwire.studies.weather import Weather
 from thinwire.training.config import TrainConfig
 from thinwire.training.config_file import override
@@ -65,7 +65,7 @@ class Trial:
         """The training, before its first step."""
         config = self.config
         weather = Weather(self.absent, self.lost, config.run.seed)
-        simulation = Simulation(config, self.replicas, device, weather, self.apart, data=_data_of(config))
+        simulation = Simulation(config, self.replicas, device, weather, self.apart, data=_data_of(config, device))
         if self.kept != 1:
             if not isinstance(simulation.method, VirtualReplicas):
                 raise TrainingError(f"kept={self.kept} is for DeMo, not for optimizer={self.optimizer}")
@@ -159,32 +159,47 @@ def _with_defaults(row: Row) -> Row:
     return {**row, "trial": {**defaults, **row["trial"]}} if "trial" in row else row
 
 
+@dataclass
+class Book:
+    """The rows of a study of this name, and what is due next knowing them: ``plan`` is asked again after every row."""
+
+    name: str
+    rows: Rows
+    plan: Callable[[Sequence[Row]], Sequence[Trial]]
+
+    @property
+    def due(self) -> list[Trial]:
+        """What has no row yet."""
+        return self.rows.missing(self.plan(self.rows.rows))
+
+
 def run_all(
-    trials: Sequence[Trial], rows: Rows, device: torch.device, at_once: int = 1, deadline: float = math.inf
-) -> Iterator[Row]:
-    """Run what has no row yet, ``at_once`` in processes of their own, and yield rows as they come; after the ``deadline``
-    (of `time.monotonic`) none is begun."""
-    waiting = rows.missing(trials)
+    books: Sequence[Book], device: torch.device, at_once: int = 1, deadline: float = math.inf
+) -> Iterator[tuple[Book, Row]]:
+    """Run what is due, in the order of the books, and yield rows as they come; ``at_once`` in processes of their own. After
+    the ``deadline`` (of `time.monotonic`) none is begun."""
     if at_once == 1:
-        for trial in waiting:
-            if time.monotonic() > deadline:
-                return
-            row = trial.run(device)
-            rows.add(row)
-            yield row
+        for book in books:
+            while time.monotonic() < deadline and (due := book.due):
+                row = due[0].run(device)
+                book.rows.add(row)
+                yield book, row
         return
     with ProcessPoolExecutor(at_once, get_context("spawn"), initializer=_begin_worker) as pool:
-        running: set[Future[Row]] = set()
-        while waiting or running:
-            while waiting and len(running) < at_once and time.monotonic() < deadline:
-                running.add(pool.submit(_run_in_worker, waiting.pop(0), str(device)))
+        running: dict[Future[Row], tuple[Book, str]] = {}
+        while True:
+            under_way = {(book.name, key) for book, key in running.values()}
+            waiting = ((book, one) for book in books for one in book.due if (book.name, one.key) not in under_way)
+            while len(running) < at_once and time.monotonic() < deadline and (found := next(waiting, None)) is not None:
+                book, trial = found
+                running[pool.submit(_run_in_worker, trial, str(device))] = (book, trial.key)
             if not running:
                 return
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for one in done:
+            for one in wait(running, return_when=FIRST_COMPLETED).done:
+                book, _ = running.pop(one)
                 row = one.result()
-                rows.add(row)
-                yield row
+                book.rows.add(row)
+                yield book, row
 
 
 def _begin_worker() -> None:
@@ -199,10 +214,12 @@ def _run_in_worker(trial: Trial, device: str) -> Row:
 _last_data: tuple[object, Data] | None = None
 
 
-def _data_of(config: TrainConfig) -> Data:
-    """Kept from trial to trial, as long as it stays the same."""
+def _data_of(config: TrainConfig, device: torch.device) -> Data:
+    """On the device, and kept from trial to trial as long as it stays the same."""
     global _last_data
-    key = (config.data, config.model.architecture)
+    key = (config.data, config.model.architecture, device)
     if _last_data is None or _last_data[0] != key:
-        _last_data = key, load_data(config)
+        _last_data = None  # its room may be needed
+        data = load_data(config)
+        _last_data = key, replace(data, train=OnDevice(data.train, device))
     return _last_data[1]
