@@ -237,7 +237,8 @@ def compare_applied(
 ) -> None:
     """Apply with both backends; where the sign rules decide by the sign of nearly nothing, they may differ."""
     results, device = [], payloads_RB.device
-    rounding += 2**-8 if rule == "muon" and device.type == "cuda" else 0.0  # Newton-Schulz is in bfloat16 there
+    in_bfloat16 = rule == "muon" and device.type == "cuda"  # which makes the smallest singular values much of rounding
+    rounding += 2**-8 if in_bfloat16 else 0.0
     for backend in ("torch", "triton"):
         step = local_step(plan, backend, parameters, momenta_for(plan, device), rule)
         with torch.no_grad():
@@ -248,7 +249,8 @@ def compare_applied(
         tolerance = TRANSFORM_ERROR[device.type] * 2 + rounding * (1 + expected.abs())
         is_different = (found.float() - expected.float()).abs() > tolerance
         num_different, num_all = num_different + int(is_different.sum()), num_all + found.numel()
-    allowed = {"sgd": 0, "muon": 0}.get(rule, num_all // 100 if device.type == "cuda" or rounding else num_all // 1000)
+    is_coarse = device.type == "cuda" or bool(rounding)
+    allowed = 0 if rule in ("sgd", "muon") and not in_bfloat16 else num_all // (100 if is_coarse else 1000)
     assert num_different <= allowed
 
 

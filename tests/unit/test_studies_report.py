@@ -25,7 +25,7 @@ from thinwire.studies.report import (
     write_markdown,
     write_page,
 )
-from thinwire.studies.results import find, folders_of
+from thinwire.studies.results import folders_of
 from thinwire.studies.study import Claim, Finding, Study, table, verdict
 
 ROOT = Path(__file__).parents[2]
@@ -212,7 +212,7 @@ def test_some_studies_alone_write_no_page(tmp_path: Path) -> None:
 )
 def test_the_docs_say_what_the_rows_say(study: Study) -> None:
     text = (ROOT / "docs" / "results.md").read_text()
-    findings = {folder: find(study, folder, RESULTS) for folder in folders_of(RESULTS, study)}
+    findings = {folder: study.find(Rows(folder).rows, RESULTS) for folder in folders_of(RESULTS, study)}
     folder = chosen_folder(study, RESULTS, findings)
     finding = findings.get(folder, Finding(""))
     assert finding.answer, f"{study.name} has no answer"
