@@ -27,6 +27,7 @@ from thinwire.studies.report import (
 )
 from thinwire.studies.results import folders_of
 from thinwire.studies.study import Claim, Finding, Study, table, verdict
+from thinwire.studies.trials import Rows
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
