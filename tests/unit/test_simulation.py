@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.exchange.loopback import LoopbackTransport, run_replicas
-from thinwire.studies.simulation import Simulation
+from thinwire.studies.simulation import Simulation, VirtualReplicas
 from thinwire.studies.weather import Weather
 from thinwire.training import recipes
 from thinwire.training.config import TrainConfig
@@ -17,7 +17,7 @@ from thinwire.training.config_file import override
 from thinwire.training.errors import TrainingError
 from thinwire.training.examples import Order
 from thinwire.training.job import load_data, seed_everything, sizes_of
-from thinwire.training.methods import build_method, lr_share
+from thinwire.training.methods import Decoupled, build_method, lr_share
 from thinwire.training.models import build_model, loss_of
 
 CPU = torch.device("cpu")
@@ -29,8 +29,9 @@ def configured(**settings: Any) -> TrainConfig:
     return override(recipes.build("quickstart", settings.get("optimizer", "demo")), {**SMALL, **settings}, "test")
 
 
-def real(config: TrainConfig, num_replicas: int) -> tuple[dict[str, Tensor], int]:
-    """The parameters after some steps of real optimizers, one in each thread, and what a replica sent in the last."""
+def real(config: TrainConfig, num_replicas: int, later_topk: int = 0) -> tuple[dict[str, Tensor], int]:
+    """The parameters after some steps of real optimizers, one in each thread, and what a replica sent in the last, before
+    which ``topk`` may change."""
     data = load_data(config)
     seed_everything(config.run.seed)
     first = build_model(config, sizes_of(data)).state_dict()
@@ -41,6 +42,9 @@ def real(config: TrainConfig, num_replicas: int) -> tuple[dict[str, Tensor], int
         method = build_method(config.optim, model, model, transport)
         order = Order(len(data.train), config.schedule.batch, transport.replica, num_replicas, config.run.seed)
         for step in range(STEPS):
+            if later_topk and step == STEPS - 1 and isinstance(method, Decoupled):
+                for group in method.optimizer.param_groups:
+                    group["topk"] = later_topk
             method.start_step(lr_share(config.schedule, step))
             loss, _ = loss_of(model, data.train.fetch(order.indices(step * config.schedule.batch)))
             loss.backward()  # type: ignore[no-untyped-call]
@@ -77,6 +81,20 @@ def test_a_simulation_has_the_bits_of_real_replicas(settings: dict[str, Any]) ->
     for name, value in simulation.model.state_dict().items():
         assert torch.equal(value, wanted[name]), name
     assert simulation.method.sent_bytes == sent_bytes
+
+
+def test_topk_may_change_on_the_way() -> None:
+    wanted, sent_bytes = real(configured(update="adamw", lr=1e-3), 2, later_topk=200)
+    simulation = Simulation(configured(update="adamw", lr=1e-3), 2, CPU)
+    assert isinstance(simulation.method, VirtualReplicas)
+    for step in range(STEPS):
+        if step == STEPS - 1:
+            before = simulation.method.sent_bytes
+            simulation.method.set_topk(200)
+        simulation.take_step()
+    for name, value in simulation.model.state_dict().items():
+        assert torch.equal(value, wanted[name]), name
+    assert before < simulation.method.sent_bytes < sent_bytes  # real ones also agree on the change
 
 
 def test_averaged_optimizers_see_the_mean_gradient() -> None:

@@ -16,6 +16,7 @@ from thinwire.studies.results import best_folder, book_of, folder_for, stored, w
 from thinwire.studies.study import SIZES, Claim, Finding, Study
 from thinwire.studies.trials import Book, Row, Rows, Trial, run_all
 from thinwire.studies.tuning import Contender, due, outcome
+from thinwire.training.errors import TrainingError
 
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).parents[2] / "results"
@@ -96,6 +97,17 @@ def test_what_is_kept_can_be_less() -> None:
     whole, dropped = (Trial("quickstart", 2, settings=TINY, kept=kept).run(CPU) for kept in (1.0, 0.0))
     assert whole["curve"][0] == dropped["curve"][0]
     assert whole["loss"] != dropped["loss"]
+
+
+def test_topk_can_change_after_half_of_the_steps() -> None:
+    few, more, both = (
+        Trial("quickstart", 2, settings={**TINY, "topk": topk}, later_topk=then).run(CPU)
+        for topk, then in ((16, 0), (64, 0), (16, 64))
+    )
+    assert both["sent_bytes"] == pytest.approx((few["sent_bytes"] + more["sent_bytes"]) / 2, abs=1)
+    assert len({row["loss"] for row in (few, more, both)}) == 3
+    with pytest.raises(TrainingError, match="later_topk are for DeMo, not for optimizer=adamw"):
+        Trial("quickstart", 2, "adamw", settings=TINY, later_topk=64).run(CPU)
 
 
 def test_a_rate_is_sought_where_it_may_be_better() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ _VARIATIONS: tuple[dict[str, Any], ...] = (
     {"update": "adamw", "lr": 1e-3},
     {"update": "sign", "lr": 1e-3, "momentum_decay": 0.99},
 )
+# k of the first and of the second half of the steps, with the bytes of the recommended one.
+_SCHEDULES_OF_K = ((32, 96), (96, 32))
 _SIGN = Start(1e-3, {"update": "sign", "topk": 64, "momentum_decay": 0.99})
 _DENSE = {"AdamW": "adamw", "Muon, averaged in full": "muon"}
 
@@ -77,8 +80,13 @@ def _contenders(set_up: str) -> list[Contender]:
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
     if size == SMALL:
         return due(_contenders(SMALL), rows, size)
-    tried = [_trial(**{**RECOMMENDED, "lr": 4e-2, "seed": 0, **one}) for one in _VARIATIONS]
+    tried = [_trial(**_one_seed(**one)) for one in _VARIATIONS]
+    tried += [replace(_trial(**_one_seed(topk=first)), later_topk=then) for first, then in _SCHEDULES_OF_K]
     return [trial for set_up in _SET_UPS for trial in due(_contenders(set_up), rows, size)] + tried
+
+
+def _one_seed(**settings: Any) -> dict[str, Any]:
+    return {**RECOMMENDED, "lr": 4e-2, "seed": 0, **settings}
 
 
 def _found(rows: Sequence[Row]) -> dict[str, dict[str, Outcome]]:
@@ -128,6 +136,7 @@ def _log(rows: Sequence[Row]) -> str:
         )
         loss = "failed" if row["loss"] is None else f"{row['loss']:.3f}"
         what = f"{trial['recipe']}, {trial['replicas']} replicas, {trial['optimizer']}"
+        words += f", topk {trial['later_topk']} after half of the steps" if trial["later_topk"] else ""
         lines.append((f"{what}: {words}", *lengths, loss))
     lines.sort(key=lambda line: line[1:])
     return table(("training", "steps", "batch", "loss"), lines)

@@ -145,21 +145,37 @@ class VirtualReplicas:
         self._num_replicas, self._weather = num_replicas, weather
         self._delay = config.optim.delay
         self._under_way: deque[Sent] = deque()
-        plan, backend = self.optimizer.plan, config.optim.kernels
-        (self._bucket,) = plan.buckets
-        self.replicas = [LocalStep(plan, self._tensors(), backend, self._decoding) for _ in range(num_replicas)]
-        room = self.replicas[0].empty(self._bucket, 0, num_replicas)
-        self.payloads_RB = room.payloads_RB
-        self._rooms = [Encoding(self.payloads_RB, r, room.findings_RW, room.told_RW) for r in range(num_replicas)]
+        self._backend = config.optim.kernels
+        self._prepare([self._first_momenta() for _ in range(num_replicas)])
         self.owner: VirtualOwner | None = None
         if config.optim.exchange == OWNER and num_replicas > 1:
-            self.owner = VirtualOwner(plan, self.replicas[0].tensors, config.optim.owner_topk or None, backend)
+            owner_topk = config.optim.owner_topk or None
+            self.owner = VirtualOwner(self.optimizer.plan, self.replicas[0].tensors, owner_topk, self._backend)
         self.watchers: list[Watcher] = []
         self._has_trouble = torch.zeros((), dtype=torch.bool, device=self.payloads_RB.device)
 
-    def _tensors(self) -> list[LocalTensor]:
-        """The optimizer's, with a momentum of one's own."""
-        return [replace(one, momentum_CE=torch.zeros_like(one.momentum_CE)) for one in self.optimizer._local.tensors]
+    def _first_momenta(self) -> list[Tensor]:
+        """Of one replica."""
+        return [torch.zeros_like(one.momentum_CE) for one in self.optimizer._local.tensors]
+
+    def _prepare(self, momenta: Sequence[Sequence[Tensor]]) -> None:
+        """Steps and room for the optimizer's plan; each replica has momenta of its own."""
+        plan, shared = self.optimizer.plan, self.optimizer._local.tensors
+        (self._bucket,) = plan.buckets
+        own = ([replace(one, momentum_CE=m) for one, m in zip(shared, mine, strict=True)] for mine in momenta)
+        self.replicas = [LocalStep(plan, tensors, self._backend, self._decoding) for tensors in own]
+        room = self.replicas[0].empty(self._bucket, 0, self._num_replicas)
+        self.payloads_RB = room.payloads_RB
+        self._rooms = [Encoding(self.payloads_RB, r, room.findings_RW, room.told_RW) for r in range(self._num_replicas)]
+
+    def set_topk(self, topk: int) -> None:
+        """Send another number of coefficients from now on, as an optimizer does whose groups are given another ``topk``."""
+        if self._delay or self.owner is not None:
+            raise TrainingError(f"topk={topk} cannot follow another one where there is a delay or are owners: not simulated")
+        for group in self.optimizer.param_groups:
+            group["topk"] = topk
+        self.optimizer._refresh()
+        self._prepare([[tensor.momentum_CE for tensor in local.tensors] for local in self.replicas])
 
     @property
     def sent_bytes(self) -> int:

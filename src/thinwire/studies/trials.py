@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -35,7 +36,7 @@ Row = dict[str, Any]
 class Trial:
     """One training: a recipe for R replicas, and what differs from it (`thinwire.training.config`). ``absent`` and ``lost``
     are as in `Weather`, ``apart`` as in `Simulation`. ``kept`` is the share of what was not sent that a replica keeps after
-    each step; DeMo keeps all."""
+    each step; DeMo keeps all. ``later_topk`` is what ``topk`` becomes after half of the steps; 0 leaves it as it is."""
 
     recipe: str
     replicas: int
@@ -45,6 +46,7 @@ class Trial:
     lost: float = 0.0
     kept: float = 1.0
     apart: bool = False
+    later_topk: int = 0
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -66,9 +68,9 @@ class Trial:
         config = self.config
         weather = Weather(self.absent, self.lost, config.run.seed)
         simulation = Simulation(config, self.replicas, device, weather, self.apart, data=_data_of(config, device))
-        if self.kept != 1:
-            if not isinstance(simulation.method, VirtualReplicas):
-                raise TrainingError(f"kept={self.kept} is for DeMo, not for optimizer={self.optimizer}")
+        if (self.kept != 1 or self.later_topk) and not isinstance(simulation.method, VirtualReplicas):
+            raise TrainingError(f"kept and later_topk are for DeMo, not for optimizer={self.optimizer}")
+        if self.kept != 1 and isinstance(simulation.method, VirtualReplicas):
             simulation.method.watchers.append(_keeping(self.kept))
         return simulation
 
@@ -86,9 +88,13 @@ def train(trial: Trial, simulation: Simulation, watch: Callable[[], None] | None
     after every step."""
     config = trial.config
     curve, accuracy, steps = [], None, config.schedule.steps
+    sent_bytes = [simulation.method.sent_bytes]
     ready = time.perf_counter()
     with suppress(NonFiniteGradientError):
         while simulation.step < steps:
+            if trial.later_topk and simulation.step == steps // 2 and isinstance(simulation.method, VirtualReplicas):
+                simulation.method.set_topk(trial.later_topk)
+                sent_bytes.append(simulation.method.sent_bytes)
             simulation.take_step()
             if watch is not None:
                 watch()
@@ -105,7 +111,7 @@ def train(trial: Trial, simulation: Simulation, watch: Callable[[], None] | None
         "loss": curve[-1][1] if is_finished else None,
         "accuracy": accuracy,
         "curve": curve,
-        "sent_bytes": simulation.method.sent_bytes,
+        "sent_bytes": round(statistics.mean(sent_bytes)),
         "parameters": num_parameters(simulation.model),
         "seconds": round(seconds, 2),
         "step_seconds": round(seconds / max(1, simulation.step), 5),
