@@ -29,10 +29,11 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def build(name: str, seed: int) -> tuple[nn.Module, Method]:
+def build(name: str, seed: int, **settings: Any) -> tuple[nn.Module, Method]:
     model = net(seed)
     transport = default_transport(None, 60.0)
-    return model, build_method(OptimConfig(optimizer=name, lr=1e-2, **SMALL), model, model, transport)  # type: ignore[arg-type]
+    config = OptimConfig(optimizer=name, lr=1e-2, **{**SMALL, **settings})  # type: ignore[arg-type]
+    return model, build_method(config, model, model, transport)
 
 
 def train(method: Method, steps: range, rank: int) -> list[tuple[float, int, int]]:
@@ -120,12 +121,14 @@ def _deadlines(rank: int) -> list[str]:
 def _work(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {name: _averages(name, rank) for name in METHODS}
     found |= {f"gradient of {name}": _mean_gradient(name, rank) for name in METHODS}
+    found["buckets"] = {size: train(build("adamw", 3, bucket_mb=size)[1], range(3), rank) for size in BUCKETS}
     found["collectives"] = _collectives(rank)
     found["deadlines"] = _deadlines(rank)
     return found
 
 
 METHODS = ("adamw", "adamw-bf16", "adamw-fp16", "powersgd")
+BUCKETS = (1e-3, 1e5)
 
 
 def test_peers_among_processes() -> None:
@@ -141,6 +144,9 @@ def test_peers_among_processes() -> None:
         torch.testing.assert_close(averaged, (own + other) / 2, rtol=precision, atol=1e-4)
         assert torch.equal(averaged, (own + other) / 2) is (name not in ("adamw-bf16", "adamw-fp16"))
     _check_bytes(first)
+    few, one = ([row[2] for row in first["buckets"][size]] for size in BUCKETS)
+    assert min(few[1:]) > 1  # DDP cuts its buckets after the first step
+    assert one == [1, 1, 1]
     for rank, found in enumerate((first["collectives"], second["collectives"])):
         assert found["reduced"].tolist() == [10, 12, 14]
         assert found["gathered"].tolist() == [[[0, 3], [1, 4], [2, 5]], [[10, 13], [11, 14], [12, 15]]]

@@ -56,6 +56,7 @@ class LabMethod:
 
 _EARLY = {"overlap": True, "clip": 0.0}
 _SIGN = {"update": "sign", "topk": 32, "momentum_decay": 0.999, "lr": 1e-3}
+_ALL_IN_ONE = 1e5  # megabytes
 # The learning rates are the best of those tried: results/lab_losses. For demo-owner, that of demo.
 METHODS: dict[str, LabMethod] = {
     "demo": LabMethod("demo", {**_SIGN, **_EARLY}),
@@ -65,6 +66,7 @@ METHODS: dict[str, LabMethod] = {
     "demo-muon": LabMethod("demo", {**_EARLY}),
     "published-code": LabMethod("published-code"),
     "adamw": LabMethod("adamw", {"lr": 3e-4}),
+    "adamw-after": LabMethod("adamw", {"lr": 3e-4, "bucket_mb": _ALL_IN_ONE}),
     "adamw-bf16": LabMethod("adamw-bf16", {"lr": 3e-4}),
     "adamw-fp16": LabMethod("adamw-fp16", {"lr": 3e-4}),
     "powersgd": LabMethod("powersgd", {"lr": 3e-4, "dense_steps": 2}),

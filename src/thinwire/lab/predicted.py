@@ -16,6 +16,7 @@ from thinwire.planner.link_spec import UNSHAPED, parse_link
 
 _ALL_REDUCE = (
     "adamw",
+    "adamw-after",
     "adamw-bf16",
     "adamw-fp16",
     "powersgd",

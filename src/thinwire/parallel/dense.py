@@ -26,11 +26,17 @@ class AveragedModel(nn.Module):
     """A model whose gradients DDP averages, in float32 unless ``hook`` says otherwise.
 
     ``traffic`` counts as a ring all-reduce does: of B bytes each of R replicas sends and receives 2 (R - 1) / R * B.
-    ``link``: they are held back as over this modelled link.
+    ``link``: they are held back as over this modelled link. ``bucket_mb``: gradients in one all-reduce, torch's own unless
+    given.
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, hook: Hook | None = None, link: ShapedLink | None = None
+        self,
+        model: nn.Module,
+        device: torch.device,
+        hook: Hook | None = None,
+        link: ShapedLink | None = None,
+        bucket_mb: float | None = None,
     ) -> None:
         super().__init__()
         self.traffic = Traffic()
@@ -38,8 +44,7 @@ class AveragedModel(nn.Module):
         self._last_ready = 0.0
         self._hook, self._link = hook or average, link
         options: dict[str, Any] = {"device_ids": [device.index] if device.type == "cuda" else None}
-        if isinstance(hook, PowerSGD):
-            options["bucket_cap_mb"] = hook.bucket_cap_mb(model)
+        options["bucket_cap_mb"] = hook.bucket_cap_mb(model) if isinstance(hook, PowerSGD) else bucket_mb
         self.ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
         self.ddp.register_comm_hook(None, self._reduce)
 

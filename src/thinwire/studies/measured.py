@@ -8,7 +8,7 @@ from thinwire.lab.losses import Curve, best_curves, read_curves
 from thinwire.lab.rows import Cell
 from thinwire.studies.results import best_folder
 
-DEMO, DEMO_AFTER, DEMO_MUON, ADAMW = "demo", "demo-after", "demo-muon", "adamw"
+DEMO, DEMO_AFTER, DEMO_MUON, ADAMW, ADAMW_AFTER = "demo", "demo-after", "demo-muon", "adamw", "adamw-after"
 # Those of this project; all others are peers.
 OURS = (DEMO, DEMO_AFTER, DEMO_MUON)
 # The styles of the two kinds, in figures that name every point.

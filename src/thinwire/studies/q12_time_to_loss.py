@@ -8,8 +8,9 @@ from thinwire.lab.losses import Curve, seconds_to
 from thinwire.lab.table import loss_table
 from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, title
 from thinwire.studies.measured import ADAMW, NOTHING, OURS, RATES, cells, curves, link_words
-from thinwire.studies.study import Claim, Finding, Study, verdict
+from thinwire.studies.study import Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row
+from thinwire.studies.whole_runs import SOURCE, whole_runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,8 +21,12 @@ _READING = (
     "Two hosts with a CPU core each, joined by real sockets over links of the stated rate and round trip (`unshaped`:"
     " the machine's own, some 26 Gbit/s). Seconds are steps to the loss, at the learning rate that gets there first, "
     "times the lab's median seconds of a step on the link. A synchronous method's steps do not depend on its link, so"
-    " they come from training two replicas on a GPU; no run was trained to its end on a shaped link. A link of 10 "
-    "Gbit/s, more than two hosts to a loss, and steps on GPUs are not measured."
+    " they come from training two replicas on a GPU. A link of 10 Gbit/s, more than two hosts to a loss, and steps on "
+    "GPUs are not measured."
+)
+_WHOLE = (
+    "**Whole runs.** The same two hosts trained from the first step to the loss, over the link all the time. "
+    "`computed` is what the tables above say."
 )
 
 
@@ -45,6 +50,13 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         parts += [f"**Seconds to a validation loss of {target:g}**", loss_table(list(measured.values()), known, target)]
         parts += [f"{steps} {never}"]
         claims += _claims(times(results, target), target)
+    lines, found = _whole(results)
+    if lines:
+        heads = ("method", "link", "loss", "steps", "seconds", "computed", "off by")
+        parts += [_WHOLE, table(heads, lines, num_left=2)]
+        claims += found
+    else:
+        parts.append("No run was trained to its end on a shaped link.")
     first = [claim for claim in claims if "before every peer" in claim.text]
     lead = verdict(first, "Yes, on every link", "On some links", "No")
     return Finding("\n\n".join(parts), claims, f"{lead}. {_answer(results)}" if claims else "")
@@ -65,6 +77,28 @@ def _answer(results: Path) -> str:
                 )
         sentences += [f"A loss of {target:g} is reached {'; '.join(parts)}."] if parts else []
     return " ".join(sentences)
+
+
+def _whole(results: Path) -> tuple[list[tuple[str, ...]], list[Claim]]:
+    """Lines of a table, and which of DeMo's and of the peers' whole runs came first."""
+    runs, lines, claims = whole_runs(results), list[tuple[str, ...]](), list[Claim]()
+    for target in TARGETS:
+        computed, reached = times(results, target), dict[str, list[tuple[float, str]]]()
+        for run in runs:
+            steps, seconds = run.steps_to(target), run.seconds_to(target)
+            if steps is None or seconds is None:
+                continue
+            reached.setdefault(run.link, []).append((seconds, run.method))
+            expected = computed.get((run.method, run.link))
+            beside = ("", "") if expected is None else (f"{expected:,.0f}", f"{seconds / expected - 1:+.0%}")
+            lines.append((run.method, run.link, f"{target:g}", f"{steps:.0f}", f"{seconds:,.0f}", *beside))
+        for link, there in reached.items():
+            mine, peers = ([one for one in there if (one[1] in OURS) == ours] for ours in (True, False))
+            if mine and peers:
+                (own, name), (other, peer) = min(mine), min(peers)
+                text = f"trained as a whole over {link}, DeMo reaches {target:g} first: {name} after {own:,.0f} s"
+                claims.append(Claim(f"{text}, the first peer, {peer}, after {other:,.0f} s", own < other))
+    return lines, claims
 
 
 def _steps(curve: Curve, target: float) -> str:
@@ -104,6 +138,18 @@ def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
             axes.set_title(f"To a loss of {target:g}, 2 hosts, {where}", loc="left", fontsize=10)
         caption = f"Seconds to a validation loss of {target:g} against the rate of the link."
         figures[f"time_to_{target:g}.png"] = Drawing(page, caption)
+    runs = whole_runs(results)
+    links = list(dict.fromkeys(run.link for run in runs))
+    if runs:
+        page = Page(len(links), height=4.8)
+        for axes, link in zip(page.panels, links, strict=True):
+            here = {run.method: run for run in runs if run.link == link}
+            for name, run in here.items():
+                points = [(point.seconds, point.loss) for point in run.points]
+                line(axes, points, name, names.index(name), thickness=3.0 if name in OURS else 1.2)
+            room_for_labels(axes, 0.4)
+            title(axes, f"Whole runs, 2 hosts, {link}", "seconds of training", "validation loss (nats per byte)")
+        figures["whole_runs.png"] = Drawing(page, "Validation loss against seconds, of runs that were trained on the link.")
     return figures
 
 
@@ -128,5 +174,5 @@ STUDY = Study(
     "End to end, is it faster? Seconds of training to a fixed loss on links of stated speed, per method.",
     find=_find,
     draw=_draw,
-    sources=("lab", "lab_losses"),
+    sources=("lab", "lab_losses", SOURCE),
 )

@@ -6,17 +6,18 @@ from pathlib import Path
 from thinwire.lab.rows import Cell
 from thinwire.planner.link_spec import UNSHAPED
 from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, title
-from thinwire.studies.measured import ADAMW, DEMO, DEMO_AFTER, NOTHING, RATES, cells, link_words
+from thinwire.studies.measured import ADAMW, ADAMW_AFTER, DEMO, DEMO_AFTER, NOTHING, RATES, cells, link_words
 from thinwire.studies.study import Claim, Finding, Study, table
 from thinwire.studies.trials import Row
 
 _READING = (
     "Seconds per step of `gpt-10m`, two hosts with a CPU core each, medians. `demo` sends while backward runs, `demo-after` "
-    "sends when it is over (and clips gradients, which takes some milliseconds). DDP overlaps by itself: **DDP without "
-    "overlap was not measured**. In its place are two computed columns. *Without*: what is not waiting, and then all bytes "
-    "at the measured rate of the link. *Perfect*: the longer of the two, so that everything hides that can; no DDP can be "
-    "faster with these bytes. Neither counts round trips."
+    "sends when it is over (and clips gradients, which takes some milliseconds). `adamw` is DDP, which sends while backward "
+    "runs; `adamw-after` is DDP with one bucket for all gradients, which begins when backward is over. *Perfect* is "
+    "computed: what is not waiting, or all bytes at the measured rate of the link, round trips not counted, whichever is "
+    "longer; no DDP can be faster with these bytes."
 )
+_NEEDED = (ADAMW, ADAMW_AFTER, DEMO, DEMO_AFTER)
 
 
 def wire_seconds(cell: Cell) -> float:
@@ -30,11 +31,6 @@ def local_seconds(cell: Cell) -> float:
     return max(0.0, cell.seconds - cell.parts["exposed"])
 
 
-def without_overlap(cell: Cell) -> float:
-    """A step that sends only when all else is done."""
-    return local_seconds(cell) + wire_seconds(cell)
-
-
 def perfect_overlap(cell: Cell) -> float:
     """A step in which everything hides that can."""
     return max(local_seconds(cell), wire_seconds(cell))
@@ -42,9 +38,7 @@ def perfect_overlap(cell: Cell) -> float:
 
 def _links(measured: Mapping[tuple[str, str], Cell]) -> list[str]:
     names = dict.fromkeys(link for _, link in measured)
-    return [
-        link for link in names if link != UNSHAPED and all((name, link) in measured for name in (DEMO, DEMO_AFTER, ADAMW))
-    ]
+    return [link for link in names if link != UNSHAPED and all((name, link) in measured for name in _NEEDED)]
 
 
 def _find(rows: Sequence[Row], results: Path) -> Finding:
@@ -54,10 +48,10 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         return Finding(NOTHING)
     lines = []
     for link in links:
-        adamw, demo, after = (measured[name, link] for name in (ADAMW, DEMO, DEMO_AFTER))
-        values = (without_overlap(adamw), adamw.seconds, perfect_overlap(adamw), after.seconds, demo.seconds, demo.hidden)
+        adamw, waiting, demo, after = (measured[name, link] for name in _NEEDED)
+        values = (waiting.seconds, adamw.seconds, perfect_overlap(adamw), after.seconds, demo.seconds, demo.hidden)
         lines.append([link, *(f"{value:.2f}" for value in values), f"{demo.parts['exposed']:.2f}"])
-    heads = ("link", "DDP: without (computed)", "DDP (measured)", "DDP: perfect (computed)", "DeMo: after", "DeMo: overlap")
+    heads = ("link", "DDP: after", "DDP: overlap", "DDP: perfect (computed)", "DeMo: after", "DeMo: overlap")
     text = f"{_READING}\n\n{table((*heads, 'hidden', 'exposed'), lines)}"
     claims = _claims(measured, links)
     pairs = {
@@ -85,7 +79,7 @@ def _claims(measured: Mapping[tuple[str, str], Cell], links: Sequence[str]) -> l
     claims.append(Claim(text + (f"; not on {', '.join(slower)}" if slower else ""), not slower))
     slowest = next((link for link in RATES if link in links), None)
     if slowest is not None:
-        saving = 1 - perfect_overlap(measured[ADAMW, slowest]) / without_overlap(measured[ADAMW, slowest])
+        saving = 1 - perfect_overlap(measured[ADAMW, slowest]) / measured[ADAMW_AFTER, slowest].seconds
         text = (
             f"{link_words(slowest)}, overlap cannot shorten DDP's step by more than a tenth: by {100 * saving:.1f} % at best"
         )
@@ -99,8 +93,8 @@ def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     if not links:
         return {}
     kinds = {
-        "DDP, without (computed)": lambda link: without_overlap(measured[ADAMW, link]),
-        "DDP (measured)": lambda link: measured[ADAMW, link].seconds,
+        "DDP, without": lambda link: measured[ADAMW_AFTER, link].seconds,
+        "DDP, with": lambda link: measured[ADAMW, link].seconds,
         "DDP, perfect (computed)": lambda link: perfect_overlap(measured[ADAMW, link]),
         "DeMo, without": lambda link: measured[DEMO_AFTER, link].seconds,
         "DeMo, with": lambda link: measured[DEMO, link].seconds,

@@ -20,6 +20,7 @@ from thinwire.studies.trials import Rows
 MADE_BY = {
     "lab": "thinwire lab compare",
     "lab_losses": "python benchmarks/lab_losses.py",
+    "lab_runs": "python benchmarks/lab_runs.py",
     "step": "thinwire bench step",
     "received_bytes": "python benchmarks/received_bytes.py",
 }

@@ -162,6 +162,9 @@ class OptimConfig:
     """First decay of adamw and lion; momentum of sgd, dgc and signsgd."""
     beta2: float = 0.95
     """Second decay of adamw and lion."""
+    bucket_mb: float = 0.0
+    """Optimizers over DDP: megabytes of gradients in one all-reduce; 0 is torch's own. If all fit into one, it begins when
+    backward is over."""
     rank: int = 4
     """powersgd: columns of the factors that travel. galore: rank of the gradients that AdamW sees."""
     density: float = 0.01
@@ -308,7 +311,7 @@ def check(config: TrainConfig, num_replicas: int) -> None:
         check_int(name, values[name], 0)
     for name in _FROM_ZERO_TO_ONE:
         check_float(name, values[name], 0.0, 1.0)
-    for name in ("lr", "rest_lr", "weight_decay", "clip", "outer_lr"):
+    for name in ("lr", "rest_lr", "weight_decay", "clip", "outer_lr", "bucket_mb"):
         check_float(name, values[name], 0.0)
     check_float("timeout_seconds", values["timeout_seconds"], 1.0)
     check_float("meet_every_seconds", values["meet_every_seconds"], 0.0)
@@ -344,6 +347,11 @@ def check(config: TrainConfig, num_replicas: int) -> None:
 def _check_peers(optim: OptimConfig) -> None:
     """The settings of the methods to compare with."""
     check_float("density", optim.density, 1e-9, 1.0)
+    if optim.bucket_mb and optim.optimizer in (*DECOUPLED_OPTIMIZERS, *UNSHARED_OPTIMIZERS):
+        raise ValueError(
+            f"bucket_mb={optim.bucket_mb:g} is for optimizers over DDP that reduce gradients whole, not for "
+            f"{optim.optimizer}"
+        )
     if optim.levels > _MOST_LEVELS:
         raise ValueError(f"levels={optim.levels} must be at most {_MOST_LEVELS}: a level and its sign take one byte")
     if optim.fragments > 1 and optim.optimizer != "diloco":

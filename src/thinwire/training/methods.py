@@ -214,7 +214,8 @@ class Averaged:
                 self._power_sgd = PowerSGD(model, config.rank, config.dense_steps)
                 self.state_is_shared = False
             hook = self._power_sgd or HOOKS.get(config.optimizer)
-            self._averaged = AveragedModel(callable_model, next(model.parameters()).device, hook, link)
+            device, bucket_mb = next(model.parameters()).device, config.bucket_mb or None
+            self._averaged = AveragedModel(callable_model, device, hook, link, bucket_mb)
             self.model = self._averaged
         self.traffic = self._averaged.traffic if self._averaged else Traffic()
         self._optimizers = averaged_optimizers(config, model)

@@ -138,6 +138,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ({"levels": 128, "optimizer": "qsgd"}, 2, "levels=128 must be at most 127"),
         ({"local_steps": 0, "optimizer": "local-sgd"}, 2, "local_steps must be an integer >= 1, got 0"),
         ({"local_steps": 10, "fragments": 4, "optimizer": "diloco"}, 2, "fragments=4 must divide local_steps=10"),
+        ({"bucket_mb": -1.0, "optimizer": "adamw"}, 2, "bucket_mb must be a finite number"),
+        ({"bucket_mb": 5.0, "optimizer": "powersgd"}, 2, "bucket_mb=5 is for optimizers over DDP"),
         ({"fragments": 2, "optimizer": "sparseloco"}, 2, "fragments=2 is for optimizer=diloco, not for sparseloco"),
         ({"outer_momentum": 1.5, "optimizer": "diloco"}, 2, "outer_momentum must be a finite number from 0.0 to 1.0"),
         ({"outer_lr": -1.0, "optimizer": "diloco"}, 2, "outer_lr must be a finite number from 0.0"),
