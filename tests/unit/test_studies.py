@@ -99,6 +99,19 @@ def test_what_is_kept_can_be_less() -> None:
     assert whole["loss"] != dropped["loss"]
 
 
+def test_what_was_sent_can_be_put_back_in_part() -> None:
+    """With all of it put back, what is sent does not matter to the momentum: it is a plain one, whatever k."""
+    simulations = [
+        Trial("quickstart", 2, settings={**TINY, "lr": 0.0, "topk": topk}, returned=1.0).build(CPU) for topk in (4, 400)
+    ]
+    for simulation in simulations:
+        for _ in range(3):
+            simulation.take_step()
+    few, many = ([t.momentum_CE for t in s.method.replicas[1].tensors] for s in simulations)  # type: ignore[union-attr]
+    for mine, theirs in zip(few, many, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-7)
+
+
 def test_topk_can_change_after_half_of_the_steps() -> None:
     few, more, both = (
         Trial("quickstart", 2, settings={**TINY, "topk": topk}, later_topk=then).run(CPU)
@@ -106,7 +119,7 @@ def test_topk_can_change_after_half_of_the_steps() -> None:
     )
     assert both["sent_bytes"] == pytest.approx((few["sent_bytes"] + more["sent_bytes"]) / 2, abs=1)
     assert len({row["loss"] for row in (few, more, both)}) == 3
-    with pytest.raises(TrainingError, match="later_topk are for DeMo, not for optimizer=adamw"):
+    with pytest.raises(TrainingError, match="later_topk and returned are for DeMo, not for optimizer=adamw"):
         Trial("quickstart", 2, "adamw", settings=TINY, later_topk=64).run(CPU)
 
 

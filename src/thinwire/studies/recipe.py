@@ -34,6 +34,8 @@ _VARIATIONS: tuple[dict[str, Any], ...] = (
 )
 # k of the first and of the second half of the steps, with the bytes of the recommended one.
 _SCHEDULES_OF_K = ((32, 96), (96, 32))
+# k, and the share of what was sent that goes back into the momentum, which a large k would empty.
+_RETURNED = ((64, 0.5), (128, 0.5), (256, 0.5), (256, 0.75))
 _SIGN = Start(1e-3, {"update": "sign", "topk": 64, "momentum_decay": 0.99})
 _DENSE = {"AdamW": "adamw", "Muon, averaged in full": "muon"}
 
@@ -82,6 +84,7 @@ def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
         return due(_contenders(SMALL), rows, size)
     tried = [_trial(**_one_seed(**one)) for one in _VARIATIONS]
     tried += [replace(_trial(**_one_seed(topk=first)), later_topk=then) for first, then in _SCHEDULES_OF_K]
+    tried += [replace(_trial(**_one_seed(topk=topk)), returned=share) for topk, share in _RETURNED]
     return [trial for set_up in _SET_UPS for trial in due(_contenders(set_up), rows, size)] + tried
 
 
@@ -137,6 +140,7 @@ def _log(rows: Sequence[Row]) -> str:
         loss = "failed" if row["loss"] is None else f"{row['loss']:.3f}"
         what = f"{trial['recipe']}, {trial['replicas']} replicas, {trial['optimizer']}"
         words += f", topk {trial['later_topk']} after half of the steps" if trial["later_topk"] else ""
+        words += f", {trial['returned']:g} of what was sent put back" if trial["returned"] else ""
         lines.append((f"{what}: {words}", *lengths, loss))
     lines.sort(key=lambda line: line[1:])
     return table(("training", "steps", "batch", "loss"), lines)

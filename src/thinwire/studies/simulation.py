@@ -152,6 +152,8 @@ class VirtualReplicas:
             owner_topk = config.optim.owner_topk or None
             self.owner = VirtualOwner(self.optimizer.plan, self.replicas[0].tensors, owner_topk, self._backend)
         self.watchers: list[Watcher] = []
+        self.returned = 0.0
+        """The share of what a replica has sent that goes back into its momentum."""
         self._has_trouble = torch.zeros((), dtype=torch.bool, device=self.payloads_RB.device)
 
     def _first_momenta(self) -> list[Tensor]:
@@ -207,8 +209,10 @@ class VirtualReplicas:
         if "torch" in local.backends:
             _check_finite([tensor.gradient for tensor in local.tensors])
         local.encode_(self._bucket, groups, room)
-        if is_lost:
+        returned = 1.0 if is_lost else self.returned
+        if returned:
             local.keep_units(room)
+            room.units = {stack: returned * units for stack, units in room.units.items()}
             local.give_back_(room)
         for stack in self._bucket.stacks:
             local.steps[stack].forget()

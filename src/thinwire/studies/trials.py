@@ -36,7 +36,8 @@ Row = dict[str, Any]
 class Trial:
     """One training: a recipe for R replicas, and what differs from it (`thinwire.training.config`). ``absent`` and ``lost``
     are as in `Weather`, ``apart`` as in `Simulation`. ``kept`` is the share of what was not sent that a replica keeps after
-    each step; DeMo keeps all. ``later_topk`` is what ``topk`` becomes after half of the steps; 0 leaves it as it is."""
+    each step; DeMo keeps all. ``later_topk`` is what ``topk`` becomes after half of the steps; 0 leaves it as it is.
+    ``returned`` is the share of what was sent that a replica puts back into its momentum; with DeMo none."""
 
     recipe: str
     replicas: int
@@ -47,6 +48,7 @@ class Trial:
     kept: float = 1.0
     apart: bool = False
     later_topk: int = 0
+    returned: float = 0.0
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -68,10 +70,12 @@ class Trial:
         config = self.config
         weather = Weather(self.absent, self.lost, config.run.seed)
         simulation = Simulation(config, self.replicas, device, weather, self.apart, data=_data_of(config, device))
-        if (self.kept != 1 or self.later_topk) and not isinstance(simulation.method, VirtualReplicas):
-            raise TrainingError(f"kept and later_topk are for DeMo, not for optimizer={self.optimizer}")
-        if self.kept != 1 and isinstance(simulation.method, VirtualReplicas):
-            simulation.method.watchers.append(_keeping(self.kept))
+        if isinstance(simulation.method, VirtualReplicas):
+            simulation.method.returned = self.returned
+            if self.kept != 1:
+                simulation.method.watchers.append(_keeping(self.kept))
+        elif (self.kept, self.later_topk, self.returned) != (1, 0, 0):
+            raise TrainingError(f"kept, later_topk and returned are for DeMo, not for optimizer={self.optimizer}")
         return simulation
 
     def run(self, device: torch.device) -> Row:
