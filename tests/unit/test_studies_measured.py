@@ -101,6 +101,35 @@ def test_a_claim_about_time_fails_where_a_peer_is_first(tmp_path: Path) -> None:
         assert q12_time_to_loss.STUDY.find([], results).claims[0].holds is holds
 
 
+def test_whole_runs_stand_beside_what_is_computed_and_may_say_otherwise(tmp_path: Path) -> None:
+    names = ("demo", "adamw")
+    losses = [{"method": name, "lr": 0.1, "seed": 0, "step": step, "loss": 3 - step} for name in names for step in (0, 2)]
+    store(tmp_path, "lab_losses", losses)
+    store(
+        tmp_path,
+        "lab",
+        [asdict(a_cell(name, "10mbit", seconds, 0.0)) for name, seconds in zip(names, (1.0, 2.0), strict=True)],
+    )
+    assert "No run was trained to its end" in q12_time_to_loss.STUDY.find([], tmp_path).text
+    points = {"demo": [(1, 2.5, 9.0), (3, 1.5, 29.0)], "adamw": [(2, 1.9, 4.0)]}
+    runs = [
+        {
+            "method": name,
+            "link": "10mbit",
+            "hosts": 2,
+            "curve": [dict(zip(("step", "loss", "seconds"), point, strict=True)) for point in curve],
+        }
+        for name, curve in points.items()
+    ]
+    store(tmp_path, "lab_runs", runs)
+    finding = q12_time_to_loss.STUDY.find([], tmp_path)
+    assert "| demo | 10mbit | 2 | 2 | 19 | 1 | +1800% |" in finding.text
+    (claim,) = [claim for claim in finding.claims if "as a whole" in claim.text and "reaches 2 " in claim.text]
+    assert "demo after 19 s, the first peer, adamw, after 4 s" in claim.text
+    assert not claim.holds
+    assert "whole_runs.png" in q12_time_to_loss.STUDY.draw([], tmp_path)
+
+
 def test_a_best_rate_at_the_edge_says_so() -> None:
     curve = Curve("m", 0.3, ((1, 1.0),), (1.0,))
     assert Tuned(curve, (0.1, 0.3)).tries == "2, best at the edge"
