@@ -172,26 +172,33 @@ class EchoTransport:
         """Nothing to do."""
 
 
-def whole_step(parameters: Sequence[nn.Parameter], backend: str, topk: int, replicas: int) -> Contender:
+def whole_step(
+    parameters: Sequence[nn.Parameter], backend: str, topk: int, replicas: int, update: str = "sign"
+) -> Contender:
     """All of ``DeMo.step()`` but the wire: gradients checked, payload sealed, everyone's checked."""
     device = parameters[0].device
     held = _allocated(device)
-    optimizer, prepare = with_echoes(parameters, backend, topk, replicas)
+    optimizer, prepare = with_echoes(parameters, backend, topk, replicas, update)
     prepare()
     optimizer.step()
     (bucket,), num_parameters = optimizer.plan.buckets, sum(parameter.numel() for parameter in parameters)
-    momenta = [optimizer.state[parameter]["momentum"] for parameter in parameters]
-    held_bytes = max(0, _allocated(device) - held - sum(4 * momentum.numel() for momentum in momenta))
+    states = [state for parameter in parameters for state in optimizer.state[parameter].values()]
+    held_bytes = max(0, _allocated(device) - held - sum(4 * state.numel() for state in states))
     floor_bytes = 20 + (replicas + 1) * bucket.payload_bytes / num_parameters
     step = {"step": lambda: _call(optimizer)}
-    return Contender(f"thinwire {backend}, step()", step, floor_bytes, 4, prepare, topk, replicas, held_bytes)
+    state_names = UPDATE_RULES[update].state_names
+    name = f"thinwire {backend}, step()" + ("" if update == "sign" else f", {update} rule")
+    # A state of the rule is read and written once, too.
+    floor_bytes, state_bytes = floor_bytes + 8 * len(state_names), 4 + 4 * len(state_names)
+    return Contender(name, step, floor_bytes, state_bytes, prepare, topk, replicas, held_bytes)
 
 
 def with_echoes(
-    parameters: Sequence[nn.Parameter], backend: str, topk: int, replicas: int
+    parameters: Sequence[nn.Parameter], backend: str, topk: int, replicas: int, update: str = "sign"
 ) -> tuple[DeMo, Callable[[], None]]:
     """An optimizer whose other replicas have all sent something already, and what must be called before each step."""
-    optimizer = DeMo(list(parameters), lr=1e-6, topk=topk, backend=backend, transport=EchoTransport(replicas))
+    transport = EchoTransport(replicas)
+    optimizer = DeMo(list(parameters), lr=1e-6, update=update, topk=topk, backend=backend, transport=transport)
     optimizer._company.has_compared = True  # an echo has the same gradients
     (bucket,) = optimizer.plan.buckets
     momenta = [optimizer.state[parameter]["momentum"] for parameter in parameters]

@@ -4,6 +4,7 @@ import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ class Case:
     backends: tuple[str, ...]
     rounds: int
     device: str
+    updates: tuple[str, ...] = ("sign",)
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,9 @@ def _builders(
         if backend == "triton" and (device.type == "cpu" or why_not_on(device) is not None):
             continue
         for topk in case.topks:
-            yield lambda backend=backend, topk=topk: _local(parameters, backend, topk, case.replicas)  # type: ignore[misc]
-            yield lambda backend=backend, topk=topk: _whole(parameters, backend, topk, case.replicas)  # type: ignore[misc]
+            yield partial(_local, parameters, backend, topk, case.replicas)
+            for update in case.updates:
+                yield partial(_whole, parameters, backend, topk, case.replicas, update)
 
 
 def _local(parameters: Sequence[nn.Parameter], backend: str, topk: int, replicas: tuple[int, ...]) -> list[Contender]:
@@ -102,8 +105,10 @@ def _local(parameters: Sequence[nn.Parameter], backend: str, topk: int, replicas
     return [world.contender(backend, topk, count) for count in replicas]
 
 
-def _whole(parameters: Sequence[nn.Parameter], backend: str, topk: int, replicas: tuple[int, ...]) -> list[Contender]:
-    return [whole_step(parameters, backend, topk, count) for count in replicas]
+def _whole(
+    parameters: Sequence[nn.Parameter], backend: str, topk: int, replicas: tuple[int, ...], update: str
+) -> list[Contender]:
+    return [whole_step(parameters, backend, topk, count, update) for count in replicas]
 
 
 def _measure_beside(

@@ -34,6 +34,8 @@ class BenchCommand:
     """Payloads to decode."""
     backends: tuple[Literal["triton", "torch"], ...] = ("triton", "torch")
     """Which of Thinwire's backends; triton is left out where it cannot run."""
+    updates: tuple[Literal["sign", "sgd", "adamw", "lion", "muon"], ...] = ("sign",)
+    """Update rules of the whole step; encoding and decoding alone are measured with sign."""
     rounds: int = 9
     """Steps of each, after two that do not count."""
     device: str = "auto"
@@ -59,7 +61,7 @@ def command(arguments: list[str]) -> int:
 
     console, rows = Console(), list[StepRow]()
     for shapes in asked.shapes:
-        case = Case(shapes, asked.topk, asked.replicas, asked.backends, asked.rounds, device)
+        case = Case(shapes, asked.topk, asked.replicas, asked.backends, asked.rounds, device, asked.updates)
         for row in measure(case, lambda text: console.print(f"[dim]{text}[/dim]", highlight=False)):
             rows.append(row)
             console.print(f"{row.contender}: {row.median_ms:.2f} ms", highlight=False)
