@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options, others = parser.parse_known_args()
     deadline = time.monotonic() + options.seconds
-    names = [name for name in choose(options.methods) if name != "demo-after"]  # the same curve as demo
+    names = [name for name in choose(options.methods) if not name.endswith("-after")]  # the same curves as without
 
     def run_all(trials: list[Trial]) -> None:
         with ThreadPoolExecutor(options.at_once) as pool:

@@ -18,11 +18,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from thinwire.bench.environment import environment
+from thinwire.bench.environment import commit, environment
 from thinwire.lab.methods import choose
 from thinwire.training.config_file import as_toml
 from thinwire.training.logs import read_rows
 
+_STOP_SECONDS = 300  # a step on a slow link, and the lab's own patience
 _NOT_STEPS = ("set-up", "evaluation", "checkpoints")
 
 
@@ -41,19 +42,21 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "rows.jsonl"
     known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    (options.out / "environment.json").write_text(json.dumps(environment(), indent=1) + "\n")
-    for name in choose(options.methods):
-        facts = {"method": name, "link": options.link, "hosts": options.hosts, "seed": options.seed, "steps": options.steps}
+    if not known:
+        (options.out / "environment.json").write_text(json.dumps(environment(), indent=1) + "\n")
+    for method in choose(options.methods):
+        facts = {name: getattr(options, name) for name in ("recipe", "link", "hosts", "seed", "steps", "target")}
+        facts |= {"method": method}
         if any(facts.items() <= row.items() for row in known):
-            print(f"{name} over {options.link}: there already", flush=True)
+            print(f"{method} over {options.link}: there already", flush=True)
             continue
-        curve = train(name, options)
+        end, curve = train(method, options)
         with path.open("a") as file:
-            file.write(json.dumps({**facts, "target": options.target, "recipe": options.recipe, "curve": curve}) + "\n")
+            file.write(json.dumps({**facts, "end": end, "curve": curve, "commit": commit()}) + "\n")
 
 
-def train(name: str, options: argparse.Namespace) -> list[dict[str, float]]:
-    """Step, loss and seconds at every evaluation."""
+def train(name: str, options: argparse.Namespace) -> tuple[str, list[dict[str, float]]]:
+    """How the run ended, and step, loss and seconds at every evaluation."""
     base = choose([name])[name].train_config(options.recipe)
     config = dataclasses.replace(
         base,
@@ -81,12 +84,14 @@ def train(name: str, options: argparse.Namespace) -> list[dict[str, float]]:
             curve = found
             if curve and curve[-1]["loss"] <= options.target:
                 break
+        is_there = bool(curve) and curve[-1]["loss"] <= options.target
+        end = "target" if is_there else "time" if running.poll() is None else "steps" if running.poll() == 0 else "failed"
         if running.poll() is None:
             running.send_signal(signal.SIGINT)
-            running.wait(60)
+            running.wait(_STOP_SECONDS)
         if not curve:
             raise SystemExit(f"{name} over {options.link} has failed:\n{(Path(scratch) / 'output.txt').read_text()[-3000:]}")
-        return curve
+        return end, curve
 
 
 def evaluations(path: Path) -> list[dict[str, float]]:

@@ -17,7 +17,8 @@ TINY = ["bench", "step", "--shapes", "tiny", "--rounds", "2", "--topk", "8", "--
 
 def test_a_step_is_measured_beside_others(tmp_path: Path) -> None:
     out = tmp_path / "rows"
-    found = replicas(*TINY, "--replicas", "1", "2", "--out", str(out), cwd=tmp_path, number=1)
+    asked = ["--replicas", "1", "2", "--updates", "sign", "adamw"]
+    found = replicas(*TINY, *asked, "--out", str(out), cwd=tmp_path, number=1)
     assert found.returncode == 0, found.stderr
     rows = [StepRow(**json.loads(line)) for line in (out / "rows.jsonl").read_text().splitlines()]
     names = [(row.contender, row.topk, row.replicas) for row in rows]
@@ -29,6 +30,8 @@ def test_a_step_is_measured_beside_others(tmp_path: Path) -> None:
         ("thinwire torch", 8, 2),
         ("thinwire torch, step()", 8, 1),
         ("thinwire torch, step()", 8, 2),
+        ("thinwire torch, step(), adamw rule", 8, 1),
+        ("thinwire torch, step(), adamw rule", 8, 2),
         ("AdamW fused", None, None),
     ]
     for row in rows:
@@ -37,9 +40,12 @@ def test_a_step_is_measured_beside_others(tmp_path: Path) -> None:
         assert abs(row.median_ms / row.floor_ms - row.ratio_to_floor) < 1e-9
     assert set(rows[3].parts_ms) == {"encode", "decode"}
     assert rows[4].floor_bytes_per_parameter > rows[3].floor_bytes_per_parameter > 20
+    own = rows[7].floor_bytes_per_parameter - rows[5].floor_bytes_per_parameter
+    assert own == pytest.approx(8, abs=0.01)  # its state, read and written; its values also have scales
+    assert rows[7].state_bytes_per_parameter == 8
     summary = (out / "summary.md").read_text()
     assert markdown(rows) in summary
-    assert "thinwire bench step --shapes tiny --rounds 2 --topk 8 --device cpu --replicas 1 2`" in summary
+    assert f"thinwire {' '.join([*TINY, *asked])}`" in summary
     assert str(tmp_path) not in summary
     assert (out / "step.png").stat().st_size > 10_000
     assert json.loads((out / "environment.json").read_text())["torch"]

@@ -73,8 +73,8 @@ def test_what_was_run_is_not_run_again(tmp_path: Path) -> None:
     assert json.loads((folder / "environment.json").read_text())["torch"] == torch.__version__
 
 
-def test_what_is_due_next_begins_while_others_run(tmp_path: Path) -> None:
-    """Two studies at once, one of which plans its second training by the first one's row."""
+def test_studies_run_at_once_and_plan_by_their_rows(tmp_path: Path) -> None:
+    """Two studies in two processes; each plans its second training by the first one's row."""
 
     def then_another(rows: Sequence[Row]) -> list[Trial]:
         seeds = (0, 1) if rows else (0,)
@@ -100,16 +100,18 @@ def test_what_is_kept_can_be_less() -> None:
 
 
 def test_what_was_sent_can_be_put_back_in_part() -> None:
-    """With all of it put back, what is sent does not matter to the momentum: it is a plain one, whatever k."""
-    simulations = [
-        Trial("quickstart", 2, settings={**TINY, "lr": 0.0, "topk": topk}, returned=1.0).build(CPU) for topk in (4, 400)
-    ]
-    for simulation in simulations:
-        for _ in range(3):
-            simulation.take_step()
-    few, many = ([t.momentum_CE for t in s.method.replicas[1].tensors] for s in simulations)  # type: ignore[union-attr]
-    for mine, theirs in zip(few, many, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-7)
+    """After one step the momentum lies between that of DeMo and a plain one, which does not depend on k."""
+
+    def momenta(returned: float, topk: int) -> list[torch.Tensor]:
+        simulation = Trial("quickstart", 2, settings={**TINY, "topk": topk}, returned=returned).build(CPU)
+        simulation.take_step()
+        return [tensor.momentum_CE for tensor in simulation.method.replicas[1].tensors]  # type: ignore[union-attr]
+
+    none, some, all_few, all_many = momenta(0.0, 40), momenta(0.25, 40), momenta(1.0, 40), momenta(1.0, 400)
+    for without, part, few, many in zip(none, some, all_few, all_many, strict=True):
+        assert without.square().sum() < 0.99 * few.square().sum()
+        torch.testing.assert_close(part, 0.75 * without + 0.25 * few, rtol=1e-4, atol=1e-8)
+        torch.testing.assert_close(few, many, rtol=1e-4, atol=1e-8)
 
 
 def test_topk_can_change_after_half_of_the_steps() -> None:
@@ -120,7 +122,11 @@ def test_topk_can_change_after_half_of_the_steps() -> None:
     assert both["sent_bytes"] == pytest.approx((few["sent_bytes"] + more["sent_bytes"]) / 2, abs=1)
     assert len({row["loss"] for row in (few, more, both)}) == 3
     with pytest.raises(TrainingError, match="later_topk and returned are for DeMo, not for optimizer=adamw"):
-        Trial("quickstart", 2, "adamw", settings=TINY, later_topk=64).run(CPU)
+        Trial("quickstart", 2, "adamw", settings=TINY, later_topk=64).build(CPU)
+    with pytest.raises(TrainingError, match="later_topk=64 is not simulated where there is a delay or are owners"):
+        Trial("quickstart", 2, settings={**TINY, "delay": 1}, later_topk=64).build(CPU)
+    with pytest.raises(ValueError, match="returned must be a finite number"):
+        Trial("quickstart", 2, settings=TINY, returned=-1.0).build(CPU)
 
 
 def test_a_rate_is_sought_where_it_may_be_better() -> None:

@@ -138,14 +138,14 @@ def _run(asked: RunCommand, console: Console) -> int:
 def _run_books(
     books: "list[Book]", asked: RunCommand, device: torch.device, at_once: int, deadline: float, console: Console
 ) -> int:
-    """Run them, and write what each says once nothing of it is due; returns the number of trainings that are left."""
+    """Run them, and write what each says; returns the number of trainings that are left."""
     from thinwire.studies.questions import STUDIES
     from thinwire.studies.trials import run_all
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bars = {book.name: progress.add_task(book.name, total=None) for book in books}
-        unfinished, num_done = {book.name: book for book in books}, dict.fromkeys(bars, 0)
+        num_done = dict.fromkeys(bars, 0)
         for book, row in run_all(books, device, at_once, deadline):
             loss = "failed" if row["loss"] is None else f"{row['loss']:.4f}"
             console.print(f"[dim]{book.name}: {loss}, {row['seconds']:.0f} s[/dim]", highlight=False)
@@ -153,14 +153,12 @@ def _run_books(
             num_done[book.name] += 1
             done = num_done[book.name]
             progress.update(bars[book.name], completed=done, total=done + left, visible=left > 0)
-            if not left:
-                _conclude(STUDIES[book.name], unfinished.pop(book.name).rows.folder, asked.results, console)
-    for book in unfinished.values():
+    for book in books:
         if book.rows.rows:
             _conclude(STUDIES[book.name], book.rows.folder, asked.results, console)
         if left := len(book.due):
             console.print(f"{book.name}: {left} trainings are left for lack of time; call it again to go on")
-    return sum(len(book.due) for book in unfinished.values())
+    return sum(len(book.due) for book in books)
 
 
 def _conclude(study: "Study", folder: Path, results: Path, console: Console) -> None:

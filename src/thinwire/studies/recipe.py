@@ -32,6 +32,17 @@ _VARIATIONS: tuple[dict[str, Any], ...] = (
     {"update": "adamw", "lr": 1e-3},
     {"update": "sign", "lr": 1e-3, "momentum_decay": 0.99},
 )
+# The same for 2,000 steps, on more text.
+_LONGER_VARIATIONS: tuple[dict[str, Any], ...] = (
+    {"momentum_decay": 0.98},
+    {"momentum_decay": 0.98, "lr": 2e-2},
+    {"momentum_decay": 0.98, "combine": "mean_over_senders"},
+    {"momentum_decay": 0.99},
+    {"momentum_decay": 0.99, "lr": 2e-2},
+    {"final_lr_share": 0.0},
+    *({"momentum_decay": decay, "weight_decay": 0.1} for decay in (0.95, 0.98, 0.99)),
+    {"weight_decay": 0.3},
+)
 # k of the first and of the second half of the steps, with the bytes of the recommended one.
 _SCHEDULES_OF_K = ((32, 96), (96, 32))
 # k, and the share of what was sent that goes back into the momentum, which a large k would empty.
@@ -52,11 +63,11 @@ def _length(steps: int, batch: int) -> dict[str, Any]:
     }
 
 
-_SHORT = "500 steps"
+_SHORT, _LONGER = "500 steps", "2,000 steps"
 # Lengths as in the pilot, and another family of models: learned positions, biases, layer norms, no gates.
 _SET_UPS: dict[str, dict[str, Any]] = {
     _SHORT: _length(500, 128),
-    "2,000 steps": _length(2000, 64),
+    _LONGER: _length(2000, 64),
     "5,000 steps": _length(5000, 64),
     "GPT-2, 500 steps": {**_length(500, 128), "architecture": "gpt2", "mlp_width": 2048},
 }
@@ -83,6 +94,7 @@ def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
     if size == SMALL:
         return due(_contenders(SMALL), rows, size)
     tried = [_trial(**_one_seed(**one)) for one in _VARIATIONS]
+    tried += [_trial(**_one_seed(**_SET_UPS[_LONGER], **one)) for one in _LONGER_VARIATIONS]
     tried += [replace(_trial(**_one_seed(topk=first)), later_topk=then) for first, then in _SCHEDULES_OF_K]
     tried += [replace(_trial(**_one_seed(topk=topk)), returned=share) for topk, share in _RETURNED]
     return [trial for set_up in _SET_UPS for trial in due(_contenders(set_up), rows, size)] + tried

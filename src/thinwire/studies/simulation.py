@@ -172,8 +172,8 @@ class VirtualReplicas:
 
     def set_topk(self, topk: int) -> None:
         """Send another number of coefficients from now on, as an optimizer does whose groups are given another ``topk``."""
-        if self._delay or self.owner is not None:
-            raise TrainingError(f"topk={topk} cannot follow another one where there is a delay or are owners: not simulated")
+        assert not self._delay
+        assert self.owner is None
         for group in self.optimizer.param_groups:
             group["topk"] = topk
         self.optimizer._refresh()
@@ -209,15 +209,21 @@ class VirtualReplicas:
         if "torch" in local.backends:
             _check_finite([tensor.gradient for tensor in local.tensors])
         local.encode_(self._bucket, groups, room)
-        returned = 1.0 if is_lost else self.returned
-        if returned:
-            local.keep_units(room)
-            room.units = {stack: returned * units for stack, units in room.units.items()}
-            local.give_back_(room)
+        if is_lost or self.returned:
+            self._put_back(local, room, 1.0 if is_lost else self.returned)
         for stack in self._bucket.stacks:
             local.steps[stack].forget()
         for watch in self.watchers:
             watch(replica, local)
+
+    @staticmethod
+    def _put_back(local: LocalStep, room: Encoding, share: float) -> None:
+        """Return a share of what was sent to the momenta."""
+        without = [tensor.momentum_CE.clone() for tensor in local.tensors] if share != 1 else []
+        local.keep_units(room)
+        local.give_back_(room)
+        for tensor, momentum_CE in zip(local.tensors, without, strict=False):
+            tensor.momentum_CE.lerp_(momentum_CE, 1 - share)
 
     def _apply(self, sent: Sent) -> None:
         if self.owner is None:

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from thinwire.bench.environment import commit, environment
-from thinwire.core.errors import NonFiniteGradientError
+from thinwire.core.errors import NonFiniteGradientError, check_float, check_int
+from thinwire.exchange.choice import OWNER
 from thinwire.local_step import LocalStep
 from thinwire.studies.simulation import OnDevice, Simulation, VirtualReplicas
 from thinwire.studies.weather import Weather
-from thinwire.training.config import TrainConfig
+from thinwire.training.config import DECOUPLED_OPTIMIZERS, TrainConfig
 from thinwire.training.config_file import override
 from thinwire.training.errors import TrainingError
 from thinwire.training.job import Data, load_data
@@ -68,15 +69,24 @@ class Trial:
     def build(self, device: torch.device) -> Simulation:
         """The training, before its first step."""
         config = self.config
+        self._check(config)
         weather = Weather(self.absent, self.lost, config.run.seed)
         simulation = Simulation(config, self.replicas, device, weather, self.apart, data=_data_of(config, device))
         if isinstance(simulation.method, VirtualReplicas):
             simulation.method.returned = self.returned
             if self.kept != 1:
                 simulation.method.watchers.append(_keeping(self.kept))
-        elif (self.kept, self.later_topk, self.returned) != (1, 0, 0):
-            raise TrainingError(f"kept, later_topk and returned are for DeMo, not for optimizer={self.optimizer}")
         return simulation
+
+    def _check(self, config: TrainConfig) -> None:
+        """Refuse at once what could not be done later."""
+        check_float("kept", self.kept, 0.0, 1.0)
+        check_float("returned", self.returned, 0.0, 1.0)
+        check_int("later_topk", self.later_topk, 0)
+        if (self.kept, self.later_topk, self.returned) != (1, 0, 0) and self.optimizer not in DECOUPLED_OPTIMIZERS:
+            raise TrainingError(f"kept, later_topk and returned are for DeMo, not for optimizer={self.optimizer}")
+        if self.later_topk and (config.optim.delay or config.optim.exchange == OWNER):
+            raise TrainingError(f"later_topk={self.later_topk} is not simulated where there is a delay or are owners")
 
     def run(self, device: torch.device) -> Row:
         """Train, and return what was measured."""
@@ -195,21 +205,36 @@ def run_all(
                 book.rows.add(row)
                 yield book, row
         return
+    running: dict[Future[Row], tuple[Book, str]] = {}
+
+    def finished() -> Iterator[tuple[Book, Row]]:
+        """Those that are over; a training that has failed is reported when the rows of the others are safe."""
+        failures = []
+        for one in wait(running, return_when=FIRST_COMPLETED).done:
+            book, _ = running.pop(one)
+            if (failure := one.exception()) is not None:
+                failures.append(failure)
+                continue
+            book.rows.add(one.result())
+            yield book, one.result()
+        for failure in failures:
+            raise failure
+
     with ProcessPoolExecutor(at_once, get_context("spawn"), initializer=_begin_worker) as pool:
-        running: dict[Future[Row], tuple[Book, str]] = {}
-        while True:
-            under_way = {(book.name, key) for book, key in running.values()}
-            waiting = ((book, one) for book in books for one in book.due if (book.name, one.key) not in under_way)
-            while len(running) < at_once and time.monotonic() < deadline and (found := next(waiting, None)) is not None:
-                book, trial = found
-                running[pool.submit(_run_in_worker, trial, str(device))] = (book, trial.key)
-            if not running:
-                return
-            for one in wait(running, return_when=FIRST_COMPLETED).done:
-                book, _ = running.pop(one)
-                row = one.result()
-                book.rows.add(row)
-                yield book, row
+        try:
+            while True:
+                under_way = {(book.name, key) for book, key in running.values()}
+                waiting = ((book, one) for book in books for one in book.due if (book.name, one.key) not in under_way)
+                while len(running) < at_once and time.monotonic() < deadline and (found := next(waiting, None)) is not None:
+                    book, trial = found
+                    running[pool.submit(_run_in_worker, trial, str(device))] = (book, trial.key)
+                if not running:
+                    return
+                yield from finished()
+        finally:  # whatever ended it, what is under way is waited for anyway
+            while running:
+                with suppress(Exception):
+                    list(finished())
 
 
 def _begin_worker() -> None:
