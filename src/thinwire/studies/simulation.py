@@ -45,6 +45,8 @@ _CALM = Weather()
 _TROUBLE = "a gradient has NaN or Inf in it: the training has failed"
 # On a GPU both take the same time for 8 replicas (benchmarks/simulator_speed.py); with more, each pass has less to do.
 _LEAST_BATCHED = 16
+# Examples that are brought to the device together.
+_BLOCK = 4096
 
 Watcher = Callable[[int, LocalStep], None]
 """Sees, and may change, what a replica has kept after it has sent: the replica, and its step."""
@@ -113,8 +115,10 @@ class OnDevice:
     """Examples that all lie on the device."""
 
     def __init__(self, examples: Examples, device: torch.device) -> None:
-        self._everything = examples.fetch(np.arange(len(examples))).to(device)
-        self._device = device
+        number, self._device = len(examples), device
+        blocks = (np.arange(first, min(number, first + _BLOCK)) for first in range(0, number, _BLOCK))
+        parts = [examples.fetch(block).to(device) for block in blocks]
+        self._everything = Batch(torch.cat([part.inputs for part in parts]), torch.cat([part.targets for part in parts]))
 
     def __len__(self) -> int:
         return len(self._everything.targets)

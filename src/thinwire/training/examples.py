@@ -55,7 +55,7 @@ class TokenWindows:
 
     def fetch(self, indices: Array) -> Batch:
         """Windows as int64."""
-        windows = np.stack([self._window(int(index)) for index in indices]).astype(np.int64)
+        windows = self._windows(np.asarray(indices))
         largest = int(windows.max())
         if largest >= self._vocab_size:
             raise TrainingError(
@@ -65,10 +65,14 @@ class TokenWindows:
         tokens = torch.from_numpy(windows)
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
-    def _window(self, index: int) -> Array:
-        part = int(np.searchsorted(self._ends, index, side="right"))
-        first = (index - int(self._ends[part - 1]) if part else index) * self._sequence
-        return self._parts[part][first : first + self._sequence + 1]
+    def _windows(self, indices: Array) -> Array:
+        windows = np.empty((len(indices), self._sequence + 1), np.int64)
+        parts = np.searchsorted(self._ends, indices, side="right")
+        for part in np.unique(parts):
+            is_here = parts == part
+            places = indices[is_here] - (self._ends[part - 1] if part else 0)
+            windows[is_here] = self._parts[part][places[:, None] * self._sequence + np.arange(self._sequence + 1)]
+        return windows
 
 
 class Images:
