@@ -1,6 +1,7 @@
 """A simulation is what real replicas do."""
 
 import dataclasses
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -9,14 +10,14 @@ import torch
 from torch import Tensor
 
 from thinwire.exchange.loopback import LoopbackTransport, run_replicas
-from thinwire.studies.simulation import Simulation, VirtualReplicas
+from thinwire.studies.simulation import OnDevice, Simulation, VirtualReplicas
 from thinwire.studies.weather import Weather
 from thinwire.training import recipes
 from thinwire.training.config import TrainConfig
 from thinwire.training.config_file import override
 from thinwire.training.errors import TrainingError
 from thinwire.training.examples import Order
-from thinwire.training.job import load_data, seed_everything, sizes_of
+from thinwire.training.job import Data, load_data, seed_everything, sizes_of
 from thinwire.training.methods import Decoupled, build_method, lr_share
 from thinwire.training.models import build_model, loss_of
 
@@ -29,24 +30,35 @@ def configured(**settings: Any) -> TrainConfig:
     return override(recipes.build("quickstart", settings.get("optimizer", "demo")), {**SMALL, **settings}, "test")
 
 
+@cache
+def data() -> Data:
+    """The same for all that is configured here."""
+    found = load_data(configured())
+    return dataclasses.replace(found, train=OnDevice(found.train, CPU))
+
+
+def simulated(config: TrainConfig, num_replicas: int, **options: Any) -> Simulation:
+    return Simulation(config, num_replicas, CPU, data=data(), **options)
+
+
 def real(config: TrainConfig, num_replicas: int, later_topk: int = 0) -> tuple[dict[str, Tensor], int]:
     """The parameters after some steps of real optimizers, one in each thread, and what a replica sent in the last, before
     which ``topk`` may change."""
-    data = load_data(config)
+    examples = data()
     seed_everything(config.run.seed)
-    first = build_model(config, sizes_of(data)).state_dict()
+    first = build_model(config, sizes_of(examples)).state_dict()
 
     def train(transport: LoopbackTransport) -> tuple[dict[str, Tensor], int]:
-        model = build_model(config, sizes_of(data)).train()
+        model = build_model(config, sizes_of(examples)).train()
         model.load_state_dict(first)
         method = build_method(config.optim, model, model, transport)
-        order = Order(len(data.train), config.schedule.batch, transport.replica, num_replicas, config.run.seed)
+        order = Order(len(examples.train), config.schedule.batch, transport.replica, num_replicas, config.run.seed)
         for step in range(STEPS):
             if later_topk and step == STEPS - 1 and isinstance(method, Decoupled):
                 for group in method.optimizer.param_groups:
                     group["topk"] = later_topk
             method.start_step(lr_share(config.schedule, step))
-            loss, _ = loss_of(model, data.train.fetch(order.indices(step * config.schedule.batch)))
+            loss, _ = loss_of(model, examples.train.fetch(order.indices(step * config.schedule.batch)))
             loss.backward()  # type: ignore[no-untyped-call]
             method.after_backward(config.optim.clip)
             method.step()
@@ -74,7 +86,7 @@ def real(config: TrainConfig, num_replicas: int, later_topk: int = 0) -> tuple[d
 def test_a_simulation_has_the_bits_of_real_replicas(settings: dict[str, Any]) -> None:
     config = configured(**settings)
     wanted, sent_bytes = real(config, 4)
-    simulation = Simulation(config, 4, CPU)
+    simulation = simulated(config, 4)
     for _ in range(STEPS):
         simulation.take_step()
     simulation.score()
@@ -85,7 +97,7 @@ def test_a_simulation_has_the_bits_of_real_replicas(settings: dict[str, Any]) ->
 
 def test_topk_may_change_on_the_way() -> None:
     wanted, sent_bytes = real(configured(update="adamw", lr=1e-3), 2, later_topk=200)
-    simulation = Simulation(configured(update="adamw", lr=1e-3), 2, CPU)
+    simulation = simulated(configured(update="adamw", lr=1e-3), 2)
     assert isinstance(simulation.method, VirtualReplicas)
     for step in range(STEPS):
         if step == STEPS - 1:
@@ -100,7 +112,7 @@ def test_topk_may_change_on_the_way() -> None:
 def test_averaged_optimizers_see_the_mean_gradient() -> None:
     config = configured(optimizer="adamw", clip=0.0)
     wanted, _ = real(config, 1)
-    simulation = Simulation(config, 4, CPU)
+    simulation = simulated(config, 4)
     for _ in range(STEPS):
         simulation.take_step()
     for name, value in simulation.model.state_dict().items():
@@ -109,7 +121,7 @@ def test_averaged_optimizers_see_the_mean_gradient() -> None:
 
 def test_gradients_in_one_pass_are_those_of_many() -> None:
     config = configured(clip=0.01)
-    simulations = [Simulation(config, 4, CPU, batched=batched) for batched in (False, True)]
+    simulations = [simulated(config, 4, batched=batched) for batched in (False, True)]
     for simulation in simulations:
         simulation.gradients.start_(simulation._train.fetch(np.arange(8)))
     for replica in range(4):
@@ -124,9 +136,9 @@ def test_gradients_in_one_pass_are_those_of_many() -> None:
 def test_what_is_lost_stays_with_its_sender_and_nobody_else_sees_it() -> None:
     """With one replica's payloads always lost, the others train as if it were not there."""
     weather = _Always(lost=[2])
-    simulation = Simulation(configured(update="sgd", values="float32"), 4, CPU)
+    simulation = simulated(configured(update="sgd", values="float32"), 4)
     vars(simulation.method)["_weather"] = weather
-    without = Simulation(configured(update="sgd", values="float32"), 4, CPU)
+    without = simulated(configured(update="sgd", values="float32"), 4)
     vars(without.method)["_weather"] = _Always(absent=[2])
     for _ in range(STEPS):
         simulation.take_step()
@@ -163,7 +175,7 @@ def test_the_weather_is_as_foretold() -> None:
 
 
 def test_what_is_no_hidden_matrix_may_have_a_rule_of_its_own() -> None:
-    simulation = Simulation(configured(rest_update="adamw", rest_lr=2e-3, weight_decay=0.1), 2, CPU)
+    simulation = simulated(configured(rest_update="adamw", rest_lr=2e-3, weight_decay=0.1), 2)
     groups = simulation.method.optimizer.param_groups  # type: ignore[union-attr]
     found = {name: (group["update"], group["weight_decay"]) for group in groups for name in group["param_names"]}
     assert found["model.embed_tokens.weight"] == ("adamw", 0.1)
@@ -175,7 +187,7 @@ def test_what_is_no_hidden_matrix_may_have_a_rule_of_its_own() -> None:
 
 
 def test_watchers_may_change_what_is_kept() -> None:
-    simulation = Simulation(configured(), 2, CPU)
+    simulation = simulated(configured(), 2)
     seen: list[int] = []
 
     def drop(replica: int, local: Any) -> None:
@@ -189,7 +201,7 @@ def test_watchers_may_change_what_is_kept() -> None:
 
 
 def test_replicas_may_have_parts_of_the_data_of_their_own() -> None:
-    simulation = Simulation(configured(), 4, CPU, apart=True)
+    simulation = simulated(configured(), 4, apart=True)
     part = len(simulation._train) // 4
     seen = []
     for _ in range(5):
@@ -204,13 +216,13 @@ def test_replicas_may_have_parts_of_the_data_of_their_own() -> None:
 
 def test_peers_are_refused_in_words() -> None:
     with pytest.raises(TrainingError, match="topk is not simulated: use thinwire train"):
-        Simulation(configured(optimizer="topk"), 2, CPU)
+        simulated(configured(optimizer="topk"), 2)
 
 
 def test_a_batch_that_replicas_cannot_share_is_refused() -> None:
     config = dataclasses.replace(configured(), schedule=dataclasses.replace(configured().schedule, batch=7))
     with pytest.raises((TrainingError, ValueError), match="batch"):
-        Simulation(config, 4, CPU)
+        simulated(config, 4)
 
 
 @pytest.mark.gpu
@@ -219,9 +231,9 @@ def test_a_batch_that_replicas_cannot_share_is_refused() -> None:
 def test_a_simulation_on_a_gpu_comes_to_what_one_on_a_cpu_does(batched: bool, compile_: bool, exchange: str) -> None:
     """Graphs and kernels included; only rounding may differ, which selects other coefficients here and there."""
     config = configured(update="sgd", values="float32", lr=1e-2, clip=0.5, exchange=exchange, topk=64, weight_decay=0.1)
-    before = Simulation(config, 4, CPU)
+    before = simulated(config, 4)
     compiled = override(config, {"compile": compile_}, "test")
-    moved = [Simulation(config, 4, CPU), Simulation(compiled, 4, torch.device("cuda"), batched=batched)]
+    moved = [simulated(config, 4), Simulation(compiled, 4, torch.device("cuda"), batched=batched)]
     for simulation in moved:
         for _ in range(STEPS):
             simulation.take_step()
