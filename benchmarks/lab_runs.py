@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def train(name: str, options: argparse.Namespace) -> tuple[str, list[dict[str, float]]]:
-    """How the run ended, and step, loss and seconds at every evaluation."""
+    """How the run ended (target, time or steps), and step, loss and seconds at every evaluation."""
     base = choose([name])[name].train_config(options.recipe)
     config = dataclasses.replace(
         base,
@@ -89,7 +89,7 @@ def train(name: str, options: argparse.Namespace) -> tuple[str, list[dict[str, f
         if running.poll() is None:
             running.send_signal(signal.SIGINT)
             running.wait(_STOP_SECONDS)
-        if not curve:
+        if end == "failed" or not curve:
             raise SystemExit(f"{name} over {options.link} has failed:\n{(Path(scratch) / 'output.txt').read_text()[-3000:]}")
         return end, curve
 

@@ -22,12 +22,11 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class WholeRun:
-    """A method on a link, with two hosts. ``has_failed``: it ended before the target and before its time was over."""
+    """A method on a link, with two hosts."""
 
     method: str
     link: str
     seed: int
-    has_failed: bool
     points: tuple[Point, ...]
 
     def steps_to(self, target: float) -> float | None:
@@ -46,7 +45,7 @@ class WholeRun:
 def whole_runs(results: Path) -> list[WholeRun]:
     """All that are stored."""
     return [
-        WholeRun(row["method"], row["link"], row["seed"], row["end"] == "failed", tuple(Point(**p) for p in row["curve"]))
+        WholeRun(row["method"], row["link"], row["seed"], tuple(Point(**p) for p in row["curve"]))
         for row in stored(results, SOURCE)
         if row["hosts"] == 2
     ]
