@@ -95,8 +95,9 @@ def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
         return due(_contenders(SMALL), rows, size)
     tried = [_trial(**_one_seed(**one)) for one in _VARIATIONS]
     tried += [_trial(**_one_seed(**_SET_UPS[_LONGER], **one)) for one in _LONGER_VARIATIONS]
-    tried += [replace(_trial(**_one_seed(topk=first)), later_topk=then) for first, then in _SCHEDULES_OF_K]
-    tried += [replace(_trial(**_one_seed(topk=topk)), returned=share) for topk, share in _RETURNED]
+    short = _SET_UPS[_SHORT]
+    tried += [replace(_trial(**_one_seed(**short, topk=first)), later_topk=then) for first, then in _SCHEDULES_OF_K]
+    tried += [replace(_trial(**_one_seed(**short, topk=topk)), returned=share) for topk, share in _RETURNED]
     return [trial for set_up in _SET_UPS for trial in due(_contenders(set_up), rows, size)] + tried
 
 
