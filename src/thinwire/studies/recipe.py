@@ -46,7 +46,7 @@ _LONGER_VARIATIONS: tuple[dict[str, Any], ...] = (
 # k of the first and of the second half of the steps, with the bytes of the recommended one.
 _SCHEDULES_OF_K = ((32, 96), (96, 32))
 # k, and the share of what was sent that goes back into the momentum, which a large k would empty.
-_RETURNED = ((64, 0.5), (128, 0.5), (256, 0.5), (256, 0.75))
+_RETURNED = ((64, 0.5), (120, 0.5), (128, 0.5), (256, 0.5), (256, 0.75))
 _SIGN = Start(1e-3, {"update": "sign", "topk": 64, "momentum_decay": 0.99})
 _DENSE = {"AdamW": "adamw", "Muon, averaged in full": "muon"}
 
