@@ -88,6 +88,16 @@ def test_studies_run_at_once_and_plan_by_their_rows(tmp_path: Path) -> None:
         assert [row["trial"]["settings"]["seed"] for row in Rows(folder).rows] == [0, 1], name
 
 
+def test_what_others_have_trained_is_kept_when_a_training_cannot_be_built(tmp_path: Path) -> None:
+    good = Trial("quickstart", 2, settings={**TINY, "steps": 2, "eval_every": 2})
+    bad = replace(good, optimizer="topk")
+    books = [Book("good", Rows(tmp_path / "good"), lambda _: [good]), Book("bad", Rows(tmp_path / "bad"), lambda _: [bad])]
+    with pytest.raises(TrainingError, match="topk is not simulated"):
+        list(run_all(books, CPU, at_once=2))
+    assert len(Rows(tmp_path / "good").rows) == 1
+    assert not (tmp_path / "bad").exists()
+
+
 def test_a_training_that_fails_is_a_row_without_a_loss() -> None:
     row = Trial("quickstart", 2, settings={**TINY, "update": "sgd", "lr": 1e30, "clip": 0.0, "steps": 4}).run(CPU)
     assert row["loss"] is None

@@ -82,7 +82,7 @@ def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
     """Replace the singular values of each matrix by about 1 (Newton-Schulz); a zero matrix stays zero.
 
     On a GPU float32 is rounded to bfloat16 first, as is usual for Muon: the iteration forgives its rounding, and products in
-    float32 would take longer than a model's backward."""
+    float32 take several times as long."""
     a, b, c = _QUINTIC
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     wide = (matrices.mT if is_tall else matrices).reshape(-1, *sorted(matrices.shape[-2:]))

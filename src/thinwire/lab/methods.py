@@ -57,7 +57,8 @@ class LabMethod:
 _EARLY = {"overlap": True, "clip": 0.0}
 _SIGN = {"update": "sign", "topk": 32, "momentum_decay": 0.999, "lr": 1e-3}
 _ALL_IN_ONE = 1e5  # megabytes
-# The learning rates are the best of those tried: results/lab_losses. For demo-owner, that of demo.
+# The learning rates are the best of those tried: results/lab_losses. Those of demo-owner and adamw-after are
+# demo's and adamw's.
 METHODS: dict[str, LabMethod] = {
     "demo": LabMethod("demo", {**_SIGN, **_EARLY}),
     "demo-owner": LabMethod("demo", {**_SIGN, **_EARLY, "exchange": "owner"}),

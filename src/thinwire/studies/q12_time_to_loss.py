@@ -53,7 +53,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         parts += [f"**Seconds to a validation loss of {target:g}**", loss_table(list(measured.values()), known, target)]
         parts += [f"{steps} {never}"]
         claims += _claims(times(results, target), target)
-    lines, found = _whole(results)
+    lines, found, sentences = _whole(results)
     if lines:
         heads = ("method", "link", "loss", "seed", "steps", "seconds", "computed")
         parts += [_WHOLE, table(heads, lines, num_left=2)]
@@ -62,7 +62,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         parts.append("No run was trained to its end on a shaped link.")
     first = [claim for claim in claims if "before every peer" in claim.text or "as a whole" in claim.text]
     lead = verdict(first, "Yes, on every link", "On some links", "No")
-    return Finding("\n\n".join(parts), claims, f"{lead}. {_answer(results)}" if claims else "")
+    return Finding("\n\n".join(parts), claims, " ".join((f"{lead}.", _answer(results), *sentences)) if claims else "")
 
 
 def _answer(results: Path) -> str:
@@ -82,9 +82,10 @@ def _answer(results: Path) -> str:
     return " ".join(sentences)
 
 
-def _whole(results: Path) -> tuple[list[tuple[str, ...]], list[Claim]]:
-    """Lines of a table of whole runs, and which came first, DeMo's or the peers'; means over seeds count."""
-    runs, lines, claims = whole_runs(results), list[tuple[str, ...]](), list[Claim]()
+def _whole(results: Path) -> tuple[list[tuple[str, ...]], list[Claim], list[str]]:
+    """Lines of a table of whole runs, and which came first, DeMo's or the peers', as claims and in words; means over seeds
+    count."""
+    runs, lines, claims, sentences = whole_runs(results), list[tuple[str, ...]](), list[Claim](), list[str]()
     for target in TARGETS:
         computed, reached = times(results, target), dict[str, dict[str, list[float]]]()
         for run in runs:
@@ -100,9 +101,11 @@ def _whole(results: Path) -> tuple[list[tuple[str, ...]], list[Claim]]:
             mine, peers = ([one for one in there if (one[1] in OURS) == ours] for ours in (True, False))
             if peers:
                 (own, name), (other, peer) = min(mine, default=(math.inf, "none of DeMo's")), min(peers)
-                text = f"trained as a whole over {link}, DeMo reaches {target:g} first: {name} after {own:,.0f} s"
-                claims.append(Claim(f"{text}, the first peer, {peer}, after {other:,.0f} s", own < other))
-    return lines, claims
+                ours, theirs = f"{name} after {own:,.0f} s", f"the first peer, {peer}, after {other:,.0f} s"
+                text = f"trained as a whole over {link}, DeMo reaches {target:g} first: {ours}, {theirs}"
+                claims.append(Claim(text, own < other))
+                sentences.append(f"In whole runs over {link} a loss of {target:g} is reached by {ours}, by {theirs}.")
+    return lines, claims, sentences
 
 
 def _steps(curve: Curve, target: float) -> str:

@@ -223,11 +223,12 @@ class VirtualReplicas:
     @staticmethod
     def _put_back(local: LocalStep, room: Encoding, share: float) -> None:
         """Return a share of what was sent to the momenta."""
-        without = [tensor.momentum_CE.clone() for tensor in local.tensors] if share != 1 else []
+        without = [tensor.momentum_CE.clone() for tensor in local.tensors]
         local.keep_units(room)
         local.give_back_(room)
-        for tensor, momentum_CE in zip(local.tensors, without, strict=False):
-            tensor.momentum_CE.lerp_(momentum_CE, 1 - share)
+        if share < 1:
+            for tensor, momentum_CE in zip(local.tensors, without, strict=True):
+                tensor.momentum_CE.lerp_(momentum_CE, 1 - share)
 
     def _apply(self, sent: Sent) -> None:
         if self.owner is None:
