@@ -77,6 +77,7 @@ def real(config: TrainConfig, num_replicas: int, later_topk: int = 0) -> tuple[d
         {"update": "sgd", "lr": 1e-1},
         {"update": "lion", "lr": 1e-3, "delay": 1},
         {"rest_update": "adamw", "rest_lr": 2e-3, "weight_decay": 0.1},
+        {"topk_of": "attn=8,mlp=16", "weight_decay": 0.1},
         {"exchange": "owner"},
         {"exchange": "owner", "owner_topk": 5, "update": "sign", "values": "int8", "combine": "majority_vote"},
         {"optimizer": "published"},
@@ -184,6 +185,21 @@ def test_what_is_no_hidden_matrix_may_have_a_rule_of_its_own() -> None:
     simulation.take_step()
     rates = {group["update"]: group["lr"] for group in groups}
     assert rates == {"muon": pytest.approx(4e-2 / 2), "adamw": pytest.approx(2e-3 / 2)}
+
+
+def test_parameters_with_a_word_in_their_name_may_have_another_topk() -> None:
+    simulation = simulated(configured(topk_of="attn.q=8, attn=16, norm=24", rest_update="sign", weight_decay=0.1), 2)
+    groups = simulation.method.optimizer.param_groups  # type: ignore[union-attr]
+    found = {
+        name: (group["topk"], group["update"], group["weight_decay"]) for group in groups for name in group["param_names"]
+    }
+    assert found["model.layers.0.self_attn.q_proj.weight"] == (8, "muon", 0.1)  # the first word that fits counts
+    assert found["model.layers.0.self_attn.k_proj.weight"] == (16, "muon", 0.1)
+    assert found["model.layers.0.input_layernorm.weight"] == (24, "sign", 0.0)
+    assert found["model.layers.0.mlp.up_proj.weight"] == (configured().optim.topk, "muon", 0.1)
+    assert len(found) == len(list(simulation.model.parameters()))
+    with pytest.raises(ValueError, match=r"no parameter has 'atn' in its name; names are like model\.\w+"):
+        simulated(configured(topk_of="atn=8"), 2)
 
 
 def test_watchers_may_change_what_is_kept() -> None:

@@ -135,6 +135,8 @@ def test_topk_can_change_after_half_of_the_steps() -> None:
         Trial("quickstart", 2, "adamw", settings=TINY, later_topk=64).build(CPU)
     with pytest.raises(TrainingError, match="later_topk=64 is not simulated where there is a delay or are owners"):
         Trial("quickstart", 2, settings={**TINY, "delay": 1}, later_topk=64).build(CPU)
+    with pytest.raises(TrainingError, match="later_topk=64 is for all parameters: leave topk_of out"):
+        Trial("quickstart", 2, settings={**TINY, "topk_of": "attn=8"}, later_topk=64).build(CPU)
     with pytest.raises(ValueError, match="returned must be a finite number"):
         Trial("quickstart", 2, settings=TINY, returned=-1.0).build(CPU)
 

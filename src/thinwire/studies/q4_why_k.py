@@ -120,7 +120,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         for name, one in found.items()
     ]
     head = ("method", "loss", "learning rate", "rates tried", "bytes sent per step", "residual, in gradients")
-    return Finding(f"{table(head, lines)}\n\n{_EXPLANATION}", _claims(found), _answer(found))
+    return Finding(f"{table(head, lines)}\n\n{_explanation(found)}", _claims(found), _answer(found))
 
 
 def _answer(found: dict[str, Outcome]) -> str:
@@ -153,16 +153,20 @@ def _whole(decay: float) -> float:
     return math.sqrt(1 / (1 - decay**2))
 
 
-_WHOLE = " and ".join(
-    f"{_whole(start.settings['momentum_decay']):.1f} ({update} rule)" for update, start in DEMO_RULES[FULL].items()
-)
-_EXPLANATION = (
-    "What is sent leaves the residual, so k decides how much of the past a replica remembers. The last column is the size "
-    f"of its residual momentum, in gradients; a momentum from which nothing is taken would have {_WHOLE}, if gradients "
-    "were independent of each other. With all coefficients sent, only what one bit could not say stays behind; Signum's "
-    "momentum loses nothing by being used. And what arrives is not a sign per parameter: signs of coefficients, averaged "
-    "and transformed back, are a direction with sizes, and the update rule sees those."
-)
+def _explanation(found: dict[str, Outcome]) -> str:
+    decays = {
+        update: one.rows[0]["trial"]["settings"]["momentum_decay"]
+        for update in TOPKS
+        for one in list(of_rule(found, update).values())[:1]
+    }
+    whole = " and ".join(f"{_whole(decay):.1f} ({update} rule)" for update, decay in decays.items())
+    return (
+        "What is sent leaves the residual, so k decides how much of the past a replica remembers. The last column is the "
+        f"size of its residual momentum, in gradients; a momentum from which nothing is taken would have {whole}, if "
+        "gradients were independent of each other. With all coefficients sent, only what one bit could not say stays "
+        "behind; Signum's momentum loses nothing by being used. And what arrives is not a sign per parameter: signs of "
+        "coefficients, averaged and transformed back, are a direction with sizes, and the update rule sees those."
+    )
 
 
 def _memory(one: Outcome) -> str:

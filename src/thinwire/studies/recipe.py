@@ -7,48 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.studies.figure import Drawing, Page, dot, room_for_labels, title
-from thinwire.studies.settings import DENSE_RATES, PILOT, Start, text_trial
+from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, PILOT, Start, text_trial
 from thinwire.studies.study import FULL, SMALL, Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row, Trial
 from thinwire.studies.tuning import Contender, Outcome, due, outcomes
 
-RECOMMENDED: dict[str, Any] = {"update": "muon", "topk": 64, "momentum_decay": 0.95, "combine": "mean_over_replicas"}
+RECOMMENDED: dict[str, Any] = {**DEMO_RULES[FULL]["muon"].settings, "combine": "mean_over_replicas"}
 _LEAST_RATIO = 100
-# What differs from the recommended settings, one thing at a time; each is tried with one seed, for 500 steps.
-_VARIATIONS: tuple[dict[str, Any], ...] = (
-    *({"lr": lr} for lr in (2e-2, 3e-2, 4e-2, 6e-2, 8e-2)),
-    *({"momentum_decay": decay} for decay in (0.8, 0.9, 0.98, 0.99)),
-    *({"combine": rule} for rule in ("mean_over_senders", "majority_vote")),
-    *({"values": values} for values in ("sign_scale", "int4", "int8", "float32")),
-    *({"chunk": chunk, "topk": chunk**2 // 64} for chunk in (16, 32, 128)),
-    *({"topk": topk} for topk in (16, 32, 128, 256)),
-    *({"weight_decay": decay} for decay in (0.01, 0.05, 0.1)),
-    *({"rest_update": rule, "rest_lr": lr} for rule in ("sign", "adamw") for lr in (1e-3, 3e-3, 1e-2)),
-    *({"warmup_steps": steps} for steps in (10, 100)),
-    *({"final_lr_share": share} for share in (0.0, 0.3)),
-    *({"schedule": name} for name in ("linear", "constant")),
-    *({"clip": clip} for clip in (0.0, 0.3)),
-    {"update": "lion", "lr": 1e-3},
-    {"update": "adamw", "lr": 1e-3},
-    {"update": "sign", "lr": 1e-3, "momentum_decay": 0.99},
-)
-# The same for 2,000 steps, on more text.
-_LONGER_VARIATIONS: tuple[dict[str, Any], ...] = (
-    {"momentum_decay": 0.98},
-    {"momentum_decay": 0.98, "lr": 2e-2},
-    {"momentum_decay": 0.98, "combine": "mean_over_senders"},
-    {"momentum_decay": 0.99},
-    {"momentum_decay": 0.99, "lr": 2e-2},
-    {"final_lr_share": 0.0},
-    *({"momentum_decay": decay, "weight_decay": 0.1} for decay in (0.95, 0.98, 0.99)),
-    {"weight_decay": 0.3},
-)
-# k of the first and of the second half of the steps, with the bytes of the recommended one.
-_SCHEDULES_OF_K = ((32, 96), (96, 32))
-# k, and the share of what was sent that goes back into the momentum, which a large k would empty.
-_RETURNED = ((64, 0.5), (120, 0.5), (128, 0.5), (256, 0.5), (256, 0.75))
-_SIGN = Start(1e-3, {"update": "sign", "topk": 64, "momentum_decay": 0.99})
-_DENSE = {"AdamW": "adamw", "Muon, averaged in full": "muon"}
 
 
 def _length(steps: int, batch: int) -> dict[str, Any]:
@@ -63,14 +28,69 @@ def _length(steps: int, batch: int) -> dict[str, Any]:
     }
 
 
-_SHORT, _LONGER = "500 steps", "2,000 steps"
+_SHORT, _LONGER, _LONGEST = "500 steps", "2,000 steps", "5,000 steps"
 # Lengths as in the pilot, and another family of models: learned positions, biases, layer norms, no gates.
 _SET_UPS: dict[str, dict[str, Any]] = {
     _SHORT: _length(500, 128),
     _LONGER: _length(2000, 64),
-    "5,000 steps": _length(5000, 64),
+    _LONGEST: _length(5000, 64),
     "GPT-2, 500 steps": {**_length(500, 128), "architecture": "gpt2", "mlp_width": 2048},
 }
+# Where the search began. What differs from it, one thing at a time, is tried with one seed, for 500 steps on a small text.
+_FIRST: dict[str, Any] = {**RECOMMENDED, "momentum_decay": 0.95}
+_VARIATIONS: tuple[dict[str, Any], ...] = (
+    *({"lr": lr} for lr in (3e-2, 4e-2, 6e-2)),
+    {"momentum_decay": 0.9},
+    *({"combine": rule} for rule in ("mean_over_senders", "majority_vote")),
+    *({"values": values} for values in ("sign_scale", "int4")),
+    *({"chunk": chunk, "topk": chunk**2 // 64} for chunk in (32, 128)),
+    *({"topk": topk} for topk in (32, 128)),
+    *({"weight_decay": decay} for decay in (0.01, 0.1)),
+    *({"rest_update": rule, "rest_lr": lr} for rule, lr in (("sign", 1e-3), ("adamw", 3e-3))),
+    *({"warmup_steps": steps} for steps in (10, 100)),
+    {"final_lr_share": 0.0},
+    {"schedule": "linear"},
+    {"clip": 0.0},
+)
+# The same for 2,000 steps, on more text.
+_LONGER_VARIATIONS: tuple[dict[str, Any], ...] = (
+    {"momentum_decay": 0.98},
+    {"momentum_decay": 0.98, "lr": 2e-2},
+    {"momentum_decay": 0.98, "combine": "mean_over_senders"},
+    {"momentum_decay": 0.99},
+    {"momentum_decay": 0.99, "lr": 2e-2},
+    {"final_lr_share": 0.0},
+    *({"momentum_decay": decay, "weight_decay": 0.1} for decay in (0.95, 0.98, 0.99)),
+    {"weight_decay": 0.3},
+)
+# What differs from the recommended settings, by the length; k by the kind of layer with as many bytes.
+_LATER_VARIATIONS: dict[str, tuple[dict[str, Any], ...]] = {
+    _SHORT: ({"weight_decay": 0.01}, {"topk": 256}, {"topk_of": "attn=32,mlp=80"}, {"topk_of": "attn=96,mlp=48"}),
+    _LONGER: (
+        {"weight_decay": 3e-3},
+        {"weight_decay": 0.01},
+        {"weight_decay": 0.01, "lr": 8e-2},
+        {"topk": 88, "values": "sign_scale"},
+        {"final_lr_share": 0.3},
+    ),
+    _LONGEST: ({"weight_decay": 0.01},),
+}
+# AdamW has other settings, too: what differs from its own, for 2,000 steps.
+_ADAMW_VARIATIONS: tuple[dict[str, Any], ...] = (
+    {"weight_decay": 0.1},
+    {"weight_decay": 0.1, "lr": 2e-3},
+    {"beta2": 0.99},
+    {"beta2": 0.999},
+    {"beta1": 0.95},
+    {"final_lr_share": 0.0},
+)
+# k of the first and of the second half of the steps, with the bytes of the recommended one.
+_SCHEDULES_OF_K = ((32, 96), (96, 32))
+# k, and the share of what was sent that goes back into the momentum, which a large k would empty.
+_RETURNED = {_SHORT: ((120, 0.5), (256, 0.75)), _LONGER: ((120, 0.5),)}
+_ONE_SEED = {"lr": 4e-2, "seed": 0}
+_SIGN = Start(1e-3, {"update": "sign", "topk": 64, "momentum_decay": 0.99})
+_DENSE = {"AdamW": "adamw", "Muon, averaged in full": "muon"}
 
 
 def _trial(optimizer: str = "demo", **settings: Any) -> Trial:
@@ -81,7 +101,8 @@ def _trial(optimizer: str = "demo", **settings: Any) -> Trial:
 def _contenders(set_up: str) -> list[Contender]:
     if set_up == SMALL:
         found = [Contender(name, text_trial(SMALL, one), DENSE_RATES[SMALL][one]) for name, one in _DENSE.items()]
-        return [*found, Contender("DeMo, recommended", text_trial(SMALL, settings=RECOMMENDED), 8e-2)]
+        settings = {**RECOMMENDED, **DEMO_RULES[SMALL]["muon"].settings}
+        return [*found, Contender("DeMo, recommended", text_trial(SMALL, settings=settings), 8e-2)]
     length = _SET_UPS[set_up]
     found = [Contender(name, _trial(one, **length), DENSE_RATES[FULL][one]) for name, one in _DENSE.items()]
     found.append(Contender("DeMo, recommended", _trial(**RECOMMENDED, **length), 4e-2))
@@ -93,16 +114,18 @@ def _contenders(set_up: str) -> list[Contender]:
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
     if size == SMALL:
         return due(_contenders(SMALL), rows, size)
-    tried = [_trial(**_one_seed(**one)) for one in _VARIATIONS]
-    tried += [_trial(**_one_seed(**_SET_UPS[_LONGER], **one)) for one in _LONGER_VARIATIONS]
-    short = _SET_UPS[_SHORT]
-    tried += [replace(_trial(**_one_seed(**short, topk=first)), later_topk=then) for first, then in _SCHEDULES_OF_K]
-    tried += [replace(_trial(**_one_seed(**short, topk=topk)), returned=share) for topk, share in _RETURNED]
+    tried = [_trial(**{**_FIRST, **_ONE_SEED, **one}) for one in _VARIATIONS]
+    tried += [_trial(**{**_FIRST, **_SET_UPS[_LONGER], **_ONE_SEED, **one}) for one in _LONGER_VARIATIONS]
+    adamw = {**_SET_UPS[_LONGER], "lr": DENSE_RATES[FULL]["adamw"], "seed": 0}
+    tried += [_trial("adamw", **{**adamw, **one}) for one in _ADAMW_VARIATIONS]
+    tried += [_try(set_up, **one) for set_up, each in _LATER_VARIATIONS.items() for one in each]
+    tried += [replace(_try(_SHORT, topk=first), later_topk=then) for first, then in _SCHEDULES_OF_K]
+    tried += [replace(_try(set_up, topk=k), returned=share) for set_up, each in _RETURNED.items() for k, share in each]
     return [trial for set_up in _SET_UPS for trial in due(_contenders(set_up), rows, size)] + tried
 
 
-def _one_seed(**settings: Any) -> dict[str, Any]:
-    return {**RECOMMENDED, "lr": 4e-2, "seed": 0, **settings}
+def _try(set_up: str, **settings: Any) -> Trial:
+    return _trial(**{**RECOMMENDED, **_SET_UPS[set_up], **_ONE_SEED, **settings})
 
 
 def _found(rows: Sequence[Row]) -> dict[str, dict[str, Outcome]]:

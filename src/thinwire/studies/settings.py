@@ -54,11 +54,11 @@ class Start:
 
 
 _SIGN = {"update": "sign", "topk": 32, "momentum_decay": 0.99}
-_MUON = {"update": "muon", "topk": 64, "momentum_decay": 0.95}
+_MUON = {"update": "muon", "topk": 64, "momentum_decay": 0.98}
 # The two kinds of DeMo that most studies compare: as published but for codec and decay, and the recommended one. Few steps
-# of a tiny model want larger ones.
+# of a tiny model want larger rates, and a shorter memory with the muon rule.
 DEMO_RULES: dict[str, dict[str, Start]] = {
-    SMALL: {"sign": Start(8e-3, _SIGN), "muon": Start(8e-2, _MUON)},
+    SMALL: {"sign": Start(8e-3, _SIGN), "muon": Start(8e-2, {**_MUON, "momentum_decay": 0.95})},
     FULL: {"sign": Start(1e-3, _SIGN), "muon": Start(4e-2, _MUON)},
 }
 # For gradients that are averaged in full.

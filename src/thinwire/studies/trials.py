@@ -87,6 +87,8 @@ class Trial:
             raise TrainingError(f"kept, later_topk and returned are for DeMo, not for optimizer={self.optimizer}")
         if self.later_topk and (config.optim.delay or config.optim.exchange == OWNER):
             raise TrainingError(f"later_topk={self.later_topk} is not simulated where there is a delay or are owners")
+        if self.later_topk and config.optim.topk_of:
+            raise TrainingError(f"later_topk={self.later_topk} is for all parameters: leave topk_of out")
 
     def run(self, device: torch.device) -> Row:
         """Train, and return what was measured."""

@@ -13,6 +13,7 @@ from thinwire.exchange.choice import ALL_GATHER, choose_exchange
 from thinwire.parallel.mesh import parse_mesh
 from thinwire.parallel.shaped import ShapedLink
 from thinwire.planner.link_spec import parse_link
+from thinwire.training.groups import parse_topk_of
 from thinwire.wire.values import VALUE_CODECS
 
 # The optimizers whose exchange is Thinwire's own; of the others, these exchange something else than averaged gradients.
@@ -129,6 +130,8 @@ class OptimConfig:
     """DeMo: decay of the momentum."""
     topk: int = 32
     """DeMo: coefficients sent per chunk. sparseloco: elements sent per chunk."""
+    topk_of: str = ""
+    """DeMo: another topk for parameters with a word in their name, such as attn=32,mlp=96; the first that fits counts."""
     chunk: int = 64
     """DeMo: edge of the chunks that matrices are cut into. sparseloco: its square is the length of a chunk."""
     values: str = "auto"
@@ -325,9 +328,10 @@ def check(config: TrainConfig, num_replicas: int) -> None:
                 raise ValueError(f"{name}={values[name]!r} is no part of the published algorithm; use optimizer=demo")
     if config.optim.overlap and config.optim.clip:
         raise ValueError(f"overlap sends gradients before their norm is known: clip={config.optim.clip} must be 0 with it")
-    for name in ("overlap", "delay", "look_ahead", "clip_to_median", "rest_update"):
+    for name in ("overlap", "delay", "look_ahead", "clip_to_median", "rest_update", "topk_of"):
         if values[name] and config.optim.optimizer != "demo":
             raise ValueError(f"{name} is an option of optimizer=demo, not of {config.optim.optimizer}")
+    parse_topk_of(config.optim.topk_of)
     if config.optim.clip_to_median and config.optim.combine == "majority_vote":
         raise ValueError("clip_to_median has no effect with combine=majority_vote, where sizes do not count")
     if config.launch.key_file and config.optim.optimizer not in DECOUPLED_OPTIMIZERS:

@@ -20,6 +20,33 @@ def decay_groups(named: list[Named], weight_decay: float) -> list[dict[str, Any]
     return [group for group in groups if group["params"]]
 
 
+def parse_topk_of(text: str) -> dict[str, int]:
+    """k by a word in a parameter's name: ``attn=32,mlp=96``."""
+    found: dict[str, int] = {}
+    for part in text.split(",") if text else ():
+        word, _, topk = (piece.strip() for piece in part.partition("="))
+        if not word or word in found or not topk.isdecimal() or not int(topk):
+            raise ValueError(f"topk_of={text!r}: {part!r} is not WORD=K with a word of its own and a whole number from 1 on")
+        found[word] = int(topk)
+    return found
+
+
+def with_topk_of(groups: list[dict[str, Any]], topk_of: str) -> list[dict[str, Any]]:
+    """The groups, those parameters apart that have another k (`parse_topk_of`)."""
+    wanted = parse_topk_of(topk_of)
+    names = [name for group in groups for name, _ in group["params"]]
+    for word in wanted:
+        if not any(word in name for name in names):
+            raise ValueError(f"topk_of={topk_of!r}: no parameter has {word!r} in its name; names are like {names[0]}")
+    found = []
+    for group in groups:
+        by_word: dict[str, list[Named]] = {}
+        for name, parameter in group["params"]:
+            by_word.setdefault(next((word for word in wanted if word in name), ""), []).append((name, parameter))
+        found += [{**group, "params": its, **({"topk": wanted[word]} if word else {})} for word, its in by_word.items()]
+    return found
+
+
 def split_hidden(model: nn.Module, named: list[Named]) -> tuple[list[Named], list[Named]]:
     """The matrices between input and output, and all else: Muon and GaLore are for the former."""
     outer = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}

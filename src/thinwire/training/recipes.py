@@ -31,7 +31,7 @@ def gpt_small(optimizer: str) -> TrainConfig:
     return TrainConfig(
         model=ModelConfig(architecture="llama", layers=8, width=512, heads=8, mlp_width=1408, precision="bfloat16"),
         data=DataConfig(dataset="stdlib", sequence=256),
-        optim=_optim(optimizer, demo=OptimConfig(lr=4e-2, update="muon", topk=64, momentum_decay=0.95)),
+        optim=_optim(optimizer, demo=OptimConfig(lr=4e-2, update="muon", topk=64, momentum_decay=0.98)),
         schedule=ScheduleConfig(steps=600, batch=128, warmup_steps=50),
         run=RunConfig(eval_every=100, eval_examples=512, checkpoint_every=200),
     )

@@ -9,7 +9,7 @@ from thinwire.training.config_file import override, read_file
 # The position in the data and the optimizer's state mean something else under other values of these.
 _FIXED_SECTIONS = ("model", "data")
 _FIXED = (
-    *("optimizer", "update", "rest_update", "chunk", "topk", "values", "batch", "seed"),
+    *("optimizer", "update", "rest_update", "chunk", "topk", "topk_of", "values", "batch", "seed"),
     *("rank", "dense_steps", "local_steps", "fragments"),
 )
 _FREE = ("compile", "activation_checkpointing", "workers", "pretrained")
