@@ -116,7 +116,7 @@ class FusedStack:
             weight_factor = torch.where(self._verdict == 0, group.weight_factor, 1.0)
             first = 0
             for run in self._runs(entries):
-                direction.zero_()
+                direction[: self._end_of(run)].zero_()
                 last = first + sum(entry.layout.num_chunks for entry in run)
                 decode_((first, last), "whole")
                 self._change_wholes_(run, targets, direction, group, weight_factor)
@@ -154,10 +154,9 @@ class FusedStack:
             filled += size
         return places
 
-    @cached_property
-    def _room(self) -> int:
-        """Elements of the longest run."""
-        return max(first + self._tensors[tensor].parameter.numel() for tensor, (_, first) in self._places.items())
+    def _end_of(self, entries: Sequence[Entry]) -> int:
+        """Where the last of their directions ends."""
+        return max(self._places[entry.tensor][1] + self._tensors[entry.tensor].parameter.numel() for entry in entries)
 
     def _runs(self, entries: list[Entry]) -> list[list[Entry]]:
         """Those of a table that are changed together."""
@@ -165,7 +164,7 @@ class FusedStack:
 
     def _whole_direction(self) -> Tensor:
         """Room for the directions of a run."""
-        return self._scratch.take("direction", (self._room,), torch.float32, self._units_C.device)
+        return self._scratch.take("direction", (self._end_of(self._stack.entries),), torch.float32, self._units_C.device)
 
     def _encode_row(self, entry: Entry, gradient: Tensor | None) -> tuple[Form, Row]:
         local = self._tensors[entry.tensor]
