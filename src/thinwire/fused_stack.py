@@ -23,8 +23,8 @@ from thinwire.torch_stack import change_whole_, change_wholes_
 from thinwire.wire.payload import Trouble, Verdict
 
 _MOST_MAPS = 8
-# Rules on whole matrices change so many elements together, and larger tensors alone: many small matrices, each with its own
-# dozens of launches, would leave a GPU waiting.
+# Rules on whole matrices change at least so many elements together: many small matrices, each with its own dozens of
+# launches, would leave a GPU waiting.
 _ELEMENTS_TOGETHER = 1 << 23
 
 
@@ -51,8 +51,10 @@ class FusedStack:
         """The tables that are in the payload: what `undo_` must take back, from the gradients that are held for it."""
         self._held: dict[int, Tensor] = {}
         rows_of_chunks: dict[tuple[int, ...], Tensor] = {}
-        self._encode_tables = _Tables(stack, verdict.device, rows_of_chunks)
-        self._apply_tables = _Tables(stack, verdict.device, rows_of_chunks)
+        self._encode_tables = _Tables(stack.entries, verdict.device, rows_of_chunks)
+        # Tensors of one shape side by side, so that a rule on whole matrices can change many together.
+        self._by_shape = sorted(stack.entries, key=lambda entry: tuple(tensors[entry.tensor].parameter.shape))
+        self._apply_tables = _Tables(self._by_shape, verdict.device, rows_of_chunks)
 
     def encode_(self, group: GroupStep, payload_B: Tensor) -> None:
         """See `StackStep`. A gradient with NaN or Inf in it is reported in the payload's header."""
@@ -145,10 +147,11 @@ class FusedStack:
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
         """In which run each tensor's direction is made, and where it lies then."""
+        sizes = [_aligned(self._tensors[entry.tensor].parameter.numel()) for entry in self._by_shape]
+        most = max(_ELEMENTS_TOGETHER, max(sizes) // 2)  # half: several are copied to be changed together, one is not
         places, run, filled = {}, 0, 0
-        for entry in self._stack.entries:
-            size = _aligned(self._tensors[entry.tensor].parameter.numel())
-            if filled and filled + size > _ELEMENTS_TOGETHER:
+        for entry, size in zip(self._by_shape, sizes, strict=True):
+            if filled and filled + size > most:
                 run, filled = run + 1, 0
             places[entry.tensor] = (run, filled)
             filled += size
@@ -195,8 +198,10 @@ def _aligned(numel: int) -> int:
 class _Tables:
     """The tables of a stack, one per form, and what they were made from."""
 
-    def __init__(self, stack: Stack, device: torch.device, rows_of_chunks: dict[tuple[int, ...], Tensor]) -> None:
-        self._stack, self._device, self._rows_of_chunks = stack, device, rows_of_chunks
+    def __init__(
+        self, entries: Sequence[Entry], device: torch.device, rows_of_chunks: dict[tuple[int, ...], Tensor]
+    ) -> None:
+        self._entries, self._device, self._rows_of_chunks = entries, device, rows_of_chunks
         self._known: list[tuple[Form, Row]] = []
         self._tables: list[tuple[list[Entry], ChunkTable]] = []
 
@@ -207,11 +212,11 @@ class _Tables:
 
     def update(self, describe: Callable[[Entry], tuple[Form, Row]]) -> list[tuple[list[Entry], ChunkTable]]:
         """The entries of each launch and their table, as of now."""
-        found = [describe(entry) for entry in self._stack.entries]
+        found = [describe(entry) for entry in self._entries]
         if found != self._known:
             tables = []
             for form in dict.fromkeys(form for form, _ in found):
-                members = [(entry, row) for entry, (its, row) in zip(self._stack.entries, found, strict=True) if its == form]
+                members = [(entry, row) for entry, (its, row) in zip(self._entries, found, strict=True) if its == form]
                 tables.append(([entry for entry, _ in members], self._table(form, members)))
             self._known, self._tables = found, tables
         return self._tables
