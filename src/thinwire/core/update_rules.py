@@ -70,7 +70,7 @@ def lion_(p: Tensor, d: Tensor, state: dict[str, Tensor], hyper: Hyper) -> None:
 def muon_(p: Tensor, d: Tensor, state: dict[str, Tensor], hyper: Hyper) -> None:
     """``p <- p - lr * sqrt(max(1, rows/cols)) * U V^T`` with ``d = U S V^T``, per matrix; a vector is one row."""
     scale = max(1.0, d.shape[-2] / d.shape[-1]) ** 0.5
-    p.sub_(orthogonalise(d).mul_(hyper.lr * scale))
+    p.add_(orthogonalise(d), alpha=-hyper.lr * scale)
 
 
 # Coefficients of an odd quintic a*s + b*s^3 + c*s^5 that is applied five times; they push every singular value in (0, 1]
@@ -86,12 +86,10 @@ def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
     a, b, c = _QUINTIC
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     wide = (matrices.mT if is_tall else matrices).reshape(-1, *sorted(matrices.shape[-2:]))
-    # Divided by the largest element first: the squares in the norm of a very small or large d would leave the range.
-    largest = wide.abs().amax(dim=(-2, -1), keepdim=True)
-    x = wide / torch.where(largest > 0, largest, 1)
-    norm = torch.linalg.matrix_norm(x, keepdim=True)
-    is_rounded = x.is_cuda and x.dtype == torch.float32
-    x = (x / torch.where(norm > 0, norm, 1)).to(torch.bfloat16 if is_rounded else x.dtype)
+    # In float64: the squares of a very small or large d would leave the range of float32.
+    norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True, dtype=torch.float64).to(wide.dtype)
+    is_rounded = wide.is_cuda and wide.dtype == torch.float32
+    x = (wide / torch.where(norm > 0, norm, 1)).to(torch.bfloat16 if is_rounded else wide.dtype)
     for _ in range(num_iterations):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
