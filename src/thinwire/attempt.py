@@ -59,6 +59,7 @@ class Attempt:
         self._is_left_open = elastic(transport) is not None
         """Whether it is left as it is when its exchange fails: others may have taken the step, and all will meet."""
         self._event: torch.cuda.Event | None = None
+        self.has_failed = self.has_given_up = False
         self.num_sent = 0
         self.said: list[Header] = []
         """The own headers, as sent."""
@@ -136,8 +137,8 @@ class Attempt:
         try:
             yield
         except BaseException as error:
-            for _, encoding in self._buckets:
-                encoding.is_safe = False  # an exchange that failed may still write to it
+            self.has_failed = True
+            self._keep_rooms()
             if isinstance(error, ExchangeError) and self._is_left_open:
                 for _, encoding in self._buckets:
                     encoding.pending.clear()
@@ -147,13 +148,25 @@ class Attempt:
                 self.give_up_()
             raise
 
+    def drop_(self) -> None:
+        """Take back an attempt whose exchange may still be under way."""
+        self._keep_rooms()
+        self.take_back_()
+
+    def _keep_rooms(self) -> None:
+        """No other attempt may use them: an exchange that failed may still write to them."""
+        for _, encoding in self._buckets:
+            encoding.is_safe = False
+
     def _send(self, bucket: Bucket, encoding: Encoding, header: Header) -> None:
         self._route.start_(bucket, encoding, header)
         self.num_sent += 1
 
     def give_up_(self) -> None:
         """After an error of this replica's own: send what it still owes, marked as worthless."""
+        self.has_given_up = True
         headers = [replace(self.header, bucket=bucket.index, gave_up=True) for bucket, _ in self._buckets]
+        self.said[self.num_sent :] = headers[self.num_sent :]
         try:
             for (bucket, encoding), header in list(zip(self._buckets, headers, strict=True))[self.num_sent :]:
                 open_(encoding.payload_B, header)

@@ -4,7 +4,7 @@ Meanwhile the parameters lack one update. *Look-ahead* guesses it: it will be ab
 run ahead by that, and come back before the real one is applied.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -22,10 +22,16 @@ class Delay:
             raise ValueError(f"delay={num_steps} must be 0 or 1, and look_ahead={looks_ahead} goes with delay=1 only")
         if num_steps and has_islands:
             raise ValueError(f"delay={num_steps} does not go with islands; leave one of them out")
-        self.is_on, self._looks_ahead = num_steps == 1, looks_ahead
-        self._anchors: list[Tensor] = []
+        self.is_on, self.looks_ahead = num_steps == 1, looks_ahead
+        self._anchors: list[tuple[LocalTensor, Tensor]] = []
         """The true parameters, while the model's run ahead."""
+        self.newest: Attempt | None = None
         self.under_way: Attempt | None = None
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What all replicas must share."""
+        return {"delay": int(self.is_on), "look_ahead": self.looks_ahead}
 
     @property
     def num_under_way(self) -> int:
@@ -40,32 +46,64 @@ class Delay:
         return before
 
     @contextmanager
-    def dropped_on_error(self) -> Iterator[None]:
-        """Without a wire, forget the attempt under way; what it had sent returns to the momenta."""
+    def settled_on_error(self, finish: Callable[[Attempt], None]) -> Iterator[None]:
+        """Begin an attempt inside. If that fails, do with the one under way what the other replicas do."""
         try:
             yield
         except BaseException:
-            if self.under_way is not None:
-                self.under_way.take_back_()
-                self.under_way = None
+            has_failed = self.newest is not None and self.newest.has_failed
+            if not self.settle(finish) and has_failed:
+                self._drop()
             raise
+
+    def settle(self, finish: Callable[[Attempt], None]) -> bool:
+        """After an error of this replica's own: the others, who know nothing of it yet, have finished the attempt under way
+        and left the newest in its place, which they will find given up. So does this one. Whether it had such an error."""
+        if not self.is_unsettled:
+            return False
+        assert self.newest is not None
+        before, self.newest = self.swap(self.newest), None
+        if before is not None:
+            finish(before)
+        return True
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether this replica has given up the newest attempt, and the others do not know it yet."""
+        return self.is_on and self.newest is not None and self.newest.has_given_up
+
+    @contextmanager
+    def dropped_on_error(self) -> Iterator[None]:
+        """If what all replicas have sent cannot be had, forget the attempt under way; what it had sent returns to the
+        momenta."""
+        try:
+            yield
+        except BaseException:
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        if self.under_way is not None:
+            self.under_way.drop_()
+            self.under_way = None
+        self.come_back_()
 
     @contextmanager
     def at_true_parameters(self, tensors: Sequence[LocalTensor]) -> Iterator[None]:
         """Apply an update inside."""
-        self.come_back_(tensors)
-        if not self._looks_ahead:
+        self.come_back_()
+        if not self.looks_ahead:
             yield
             return
         before = [tensor.parameter.clone() for tensor in tensors]
         yield
         for tensor, old in zip(tensors, before, strict=True):
             parameter = tensor.parameter
-            self._anchors.append(parameter.clone())
+            self._anchors.append((tensor, parameter.clone()))
             parameter.add_(parameter - old)
 
-    def come_back_(self, tensors: Sequence[LocalTensor]) -> None:
+    def come_back_(self) -> None:
         """Make the parameters the true ones."""
-        for tensor, anchor in zip(tensors, self._anchors, strict=False):
+        for tensor, anchor in self._anchors:
             tensor.parameter.copy_(anchor)
         self._anchors.clear()

@@ -31,6 +31,8 @@ class DriftCheck:
 
     def __init__(self, every: int, policy: str) -> None:
         self.every, self.policy = check_int("check_drift_every", every, 0), check_choice("on_drift", policy, ON_DRIFT)
+        self.agreed_on = 0
+        """How many steps all replicas are known to have taken: whether a check is due must not be one's own opinion."""
         self.num_checks = 0
         self.num_differences = 0
         self.seconds = 0.0
@@ -43,7 +45,7 @@ class DriftCheck:
 
     def is_due(self, num_steps: int) -> bool:
         """Whether it is time, so many steps having been taken."""
-        return self.every > 0 and num_steps > 0 and num_steps % self.every == 0
+        return self.every > 0 and num_steps == self.agreed_on > 0 and num_steps % self.every == 0
 
     def run(
         self,

@@ -210,6 +210,7 @@ class Membership:
         if optimizer.plan.answers is not None:
             optimizer._rebuild()  # others own other chunks now
         optimizer._company.received = f"meeting {transport.meeting}"
+        optimizer.drift.agreed_on = max(int(group["num_steps"]) for group in optimizer.param_groups)
         return is_taken
 
     def _check_alike(

@@ -1,6 +1,5 @@
 """DeMo as a `torch.optim.Optimizer`: `DeMo.step` reads as the algorithm does."""
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
@@ -27,10 +26,8 @@ from thinwire.membership import make_alike, membership_of, try_step
 from thinwire.options import ON_BAD_PAYLOAD, ON_NONFINITE, PUBLISHED_OPTIONS, check_group
 from thinwire.overlap import Overlap, check_nothing_changed
 from thinwire.routes import make_route
-from thinwire.stack_step import GroupStep
 from thinwire.wire.payload import Header
 
-_log = logging.getLogger("thinwire")
 DEFAULT_DENSE_BELOW = 4096
 DEFAULT_OVERLAPPED_BUCKETS = 8
 
@@ -238,14 +235,14 @@ class DeMo(Optimizer):
 
     def _attempt_step(self) -> None:
         attempt = self._overlap.take() if self._overlap is not None else None
-        with self.island.told_of_failure():
+        with self._delay.settled_on_error(self._finish), self.island.told_of_failure():
             if attempt is None:
                 self._prepare()
                 attempt = self._attempt()
             else:
-                is_scaled = getattr(self, "grad_scale", None) is not None
+                is_scaled = getattr(self, "found_inf", None) is not None
                 check_nothing_changed(attempt, self._plan, self._header()[0].digest, is_scaled)
-            with self._delay.dropped_on_error(), attempt.taken_back_on_error():
+            with attempt.taken_back_on_error():
                 attempt.send_rest_(attempt.first_trouble(self._from_scaler("found_inf")))
         sent = self._delay.swap(attempt)
         if sent is not None:
@@ -281,6 +278,7 @@ class DeMo(Optimizer):
 
     def _ended(self, attempt: Attempt | None) -> None:
         self.membership.end(attempt)
+        self.drift.agreed_on = self.num_steps if attempt is not None else self.drift.agreed_on
         if self.membership.can_change and attempt is not None:
             self._turn ^= 1  # the payloads of the last step are kept, for those who lack them
 
@@ -288,10 +286,11 @@ class DeMo(Optimizer):
     def drain(self) -> None:
         """With ``delay``: wait for the exchange that is under way and apply it, so that nothing is. To be called on all
         replicas before evaluating, saving or ending; the next step sends without applying, as the first one does."""
+        self._delay.settle(self._finish)
         attempt, self._delay.under_way = self._delay.under_way, None
         if attempt is not None:
             self._finish(attempt)
-        self._delay.come_back_(self._local.tensors)
+        self._delay.come_back_()
 
     def synchronize(self) -> None:
         """Wait for the last step, and raise what is wrong with it.
@@ -334,16 +333,18 @@ class DeMo(Optimizer):
     def _prepare(self) -> None:
         """All that may change what replicas have agreed on, before a step begins."""
         self.synchronize()
+        self._delay.settle(self._finish)
         self.traffic.start_step()
+        if self.num_replicas > 1 and self.drift.is_due(self.num_steps):
+            self.check_drift()  # first, since one replica may be about to send another plan
         self._refresh()
         self._company.renew(self._plan, self._route, self._header)
-        if self.num_replicas > 1 and self.drift.is_due(self.num_steps):
-            self.check_drift()
 
     @torch.no_grad()
     def check_drift(self, policy: str | None = None) -> bool:
         """Compare the parameters of all replicas; collective. Whether they are the same; if not, do as ``policy`` says,
         ``on_drift`` unless it is given."""
+        self._delay.come_back_()
         wires = (self._transport, self._company.all_gather, self.island)
         is_same = self.drift.run(self._local.replicated(), self.num_steps, *wires, policy)
         for bucket in () if is_same else self._plan.buckets:
@@ -354,8 +355,8 @@ class DeMo(Optimizer):
         """The attempt of the step to come, during backward; None if something has changed that `step()` must see to."""
         self.synchronize()
         is_as_planned = planning.signature_of(self.param_groups, self.state) == self._planned_signature
-        # Where replicas come and go, an exchange may fail, and must not fail inside backward.
-        is_left = self._is_meeting_due or (self.membership.can_change and self.drift.is_due(self.num_steps))
+        # What may change parameters, or fail where replicas come and go, must not do so inside backward.
+        is_left = self._is_meeting_due or self._delay.is_unsettled or self.drift.is_due(self.num_steps)
         if not is_as_planned or is_left or not self._company.has_agreed_on(self._plan):
             return None
         self._prepare()
@@ -377,11 +378,12 @@ class DeMo(Optimizer):
         """What all replicas are about to do together."""
         header, description = self._header()
         options = (self._company.compares, self._on_bad_payload == "drop" and self.num_replicas > 1)
-        groups = [self._group_step(group) for group in self.param_groups]
+        scaled = (self._from_scaler("grad_scale"), self._delay.num_under_way, self.island.unscales)
+        groups = [planning.group_step(group, *scaled) for group in self.param_groups]
         self._turn = (self._turn + self._delay.num_under_way) % 2  # payloads under way keep their place
         rooms = self._local.rooms_for(self._turn, self._plan.buckets, self._route.room)
         own = (self._route, rooms, self._local, groups, header, description)
-        attempt = Attempt(*own, self._transport, self.traffic, *options)
+        attempt = self._delay.newest = Attempt(*own, self._transport, self.traffic, *options)
         self.membership.begin(attempt)
         self.island.begin(self._description, self._from_scaler("grad_scale"))
         return attempt
@@ -392,10 +394,6 @@ class DeMo(Optimizer):
         description = self._description() if self.num_replicas > 1 else []
         number = self.num_steps + self._delay.num_under_way + 1
         return self._company.header(description, number, self.membership.calls_meeting), description
-
-    def _group_step(self, group: dict[str, Any]) -> GroupStep:
-        scaled = (self._from_scaler("grad_scale"), self._delay.num_under_way, self.island.unscales)
-        return planning.group_step(group, *scaled)
 
     def _from_scaler(self, name: str) -> float | None:
         """What a GradScaler has set on this optimizer for the time of one step()."""
@@ -409,8 +407,9 @@ class DeMo(Optimizer):
 
     def _description(self, is_of_step: bool = True) -> list[str]:
         """What all replicas must share, at this step or all the time."""
-        facts = {**self._decoding._asdict(), **self.drift.facts}
+        facts = {**self._decoding._asdict(), **self.drift.facts, **self._delay.facts}
         facts |= {"on_nonfinite": self._on_nonfinite, "on_bad_payload": self._on_bad_payload}
+        facts |= {"sync_parameters": self._sync_parameters}
         if is_of_step:
             facts |= {"step": self.num_steps, RECEIVED: self._company.received}
         return [*planning.describe(self._plan, self.param_groups if is_of_step else (), facts), *self.membership.facts]

@@ -9,6 +9,7 @@ from thinwire.core.layout import bands_of
 from thinwire.core.scratch import Scratch
 from thinwire.core.transform import forward
 from thinwire.exchange.plan import stack_records
+from thinwire.planning import group_step
 from thinwire.wire.values import VALUE_CODECS
 
 # The interpreter is slow: one dense case there is enough.
@@ -30,7 +31,7 @@ def test_decayed_momentum_plus_gradient_is_sent_plus_kept(
     for _ in range(5 if backend == "torch" else 2):
         parameter.grad = torch.randn(32, 20, device=device)
         before = optimizer.state[parameter]["momentum"].clone()
-        groups = [optimizer._group_step(group) for group in optimizer.param_groups]
+        groups = [group_step(group, None, 0) for group in optimizer.param_groups]
         encoding = optimizer._local.empty(bucket)
         optimizer._local.encode_(bucket, groups, encoding)
         indices, sent = stack.codec.decode(stack_records(encoding.payload_B, stack))
@@ -58,7 +59,7 @@ def test_an_undone_step_leaves_the_momentum_as_it_was(values: str, momentum_deca
         optimizer.step()
     (bucket,) = optimizer.plan.buckets
     before = [optimizer.state[parameter]["momentum"].clone() for parameter in parameters]
-    groups = [optimizer._group_step(group) for group in optimizer.param_groups]
+    groups = [group_step(group, None, 0) for group in optimizer.param_groups]
     encoding = optimizer._local.empty(bucket)
     optimizer._local.encode_(bucket, groups, encoding)
     optimizer._local.undo_(bucket, groups, encoding)

@@ -123,6 +123,95 @@ def test_nothing_is_lost_when_a_late_exchange_fails() -> None:
     run_replicas(work, 2, timeout_seconds=2)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_error_of_one_replica_leaves_all_at_the_same_place(overlap: bool) -> None:
+    """It fails once, while it encodes; the others learn of it at their next step, and so does it."""
+
+    def work(transport: LoopbackTransport) -> tuple[Tensor, int, list[str]]:
+        model = build()
+        options: dict[str, Any] = {"chunk": 16, "topk": 8, "delay": 1, "overlap": overlap, "num_buckets": 2}
+        optimizer = DeMo(model.parameters(), lr=1e-2, transport=transport, **options)
+        said = []
+
+        def fail(*_: object) -> None:
+            raise MemoryError("once")
+
+        encode_ = optimizer._local.encode_
+        for step in range(7):
+            if step == 3 and transport.replica == 1:
+                optimizer._local.encode_ = fail  # type: ignore[method-assign]
+            try:
+                train_step(model, optimizer, step, transport.replica)
+                said.append("")
+            except (MemoryError, ThinwireError) as error:
+                said.append(str(error))
+            optimizer._local.encode_ = encode_  # type: ignore[method-assign]
+        optimizer.drain()
+        return flat(model), optimizer.num_steps, said
+
+    first, second = run_replicas(work, 2)
+    gave_up = "replica 1 gave up step 4 because of an error of its own"
+    assert first[2] == ["", "", "", "", gave_up, "", ""]
+    assert second[2] == ["", "", "", "once", gave_up, "", ""]
+    assert first[1] == second[1] == 5
+    assert torch.equal(first[0], second[0])
+
+
+def test_a_layer_may_be_unfrozen_while_the_parameters_run_ahead() -> None:
+    model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(3)])
+    model[0].requires_grad_(False)
+    optimizer = DeMo(model.parameters(), lr=1e-3, delay=1, look_ahead=True)
+    before = [layer.weight.detach().clone() for layer in model]
+    for step in range(5):
+        model[0].requires_grad_(step > 2)
+        optimizer.zero_grad()
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+    optimizer.drain()
+    for layer, old in zip(model, before, strict=True):
+        moved = (layer.weight - old).abs().max()
+        assert 0 < moved < 5.1e-3  # five steps of lr, not another layer's weights
+
+
+def test_parameters_come_back_after_a_failure() -> None:
+    def work(transport: LoopbackTransport) -> None:
+        _, optimizer, parameter = follow(transport, delay=1, look_ahead=True)
+        if transport.replica == 1:
+            return
+        with pytest.raises(ExchangeError):
+            for _ in range(2):
+                optimizer.step()
+        loaded = torch.zeros_like(parameter)
+        parameter.data.copy_(loaded)
+        optimizer.load_state_dict(optimizer.state_dict())
+        with pytest.raises(ExchangeError):
+            optimizer.drain() or optimizer.check_drift()
+        assert torch.equal(parameter, loaded)
+
+    run_replicas(work, 2, timeout_seconds=2)
+
+
+def test_a_difference_is_repaired_also_while_parameters_run_ahead() -> None:
+    def work(transport: LoopbackTransport) -> tuple[Tensor, int]:
+        parameter = nn.Parameter(START.clone())
+        options = {**OPTIONS, "check_drift_every": 2, "on_drift": "repair", "delay": 1, "look_ahead": True}
+        optimizer = DeMo([parameter], lr=0.1, transport=transport, **options)
+        for step in range(12):
+            if step == 3 and transport.replica == 1:
+                optimizer.drain()
+            elif step == 3:
+                optimizer.drain()
+                parameter.data[0, 0] += 1
+            parameter.grad = GRADIENTS[step % 5][transport.replica].clone()
+            optimizer.step()
+        optimizer.drain()
+        return parameter.detach(), optimizer.drift.num_differences
+
+    (one, num_differences), (other, _) = run_replicas(work, 2)
+    assert torch.equal(one, other)
+    assert num_differences == 1
+
+
 def test_it_learns_with_and_without_overlap() -> None:
     def work(transport: LoopbackTransport) -> list[Tensor]:
         results = []

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.training import build, flat, train_step
-from thinwire import DeMo, DriftError
+from thinwire import AgreementError, DeMo, DriftError
 from thinwire.drift import hash_of, split
 from thinwire.exchange.loopback import LoopbackTransport, run_replicas
 
@@ -91,6 +91,43 @@ def test_warnings_let_training_go_on(caplog: pytest.LogCaptureFixture) -> None:
     assert all(not messages and not same for _, messages, _, same in everyone)
     assert "replicas [2] hold other parameters" in caplog.text
     assert not torch.equal(everyone[2][0], everyone[0][0])
+
+
+@pytest.mark.parametrize("differs", ["step", "plan"])
+def test_replicas_that_differ_say_so_also_where_a_check_is_due(differs: str) -> None:
+    """One goes on from another step, or has another topk, when its opinion would be that a check is due, or is not."""
+
+    def work(transport: LoopbackTransport) -> str:
+        for is_resumed in (False, True):
+            model = build()
+            optimizer = DeMo(model.parameters(), lr=1e-2, transport=transport, check_drift_every=2, chunk=16, topk=8)
+            if is_resumed and differs == "step" and transport.replica == 0:
+                optimizer.load_state_dict(saved)
+            if not is_resumed or differs == "plan":
+                for step in range(2):
+                    train_step(model, optimizer, step, transport.replica)
+            saved = optimizer.state_dict()
+        if differs == "plan" and transport.replica == 0:
+            optimizer.param_groups[0]["topk"] = 16
+        with pytest.raises(AgreementError) as caught:
+            train_step(model, optimizer, 3, transport.replica)
+        return str(caught.value)
+
+    words = "replica 0 has [step: 2], replica 1 has [step: 0]" if differs == "step" else "topk"
+    assert all(words in message for message in run_replicas(work, 2))
+
+
+@pytest.mark.parametrize("option", ["delay", "look_ahead", "sync_parameters"])
+def test_options_that_all_must_share_are_compared(option: str) -> None:
+    def work(transport: LoopbackTransport) -> None:
+        options = {"delay": 1, "look_ahead": False, "sync_parameters": True}
+        options[option] = [options[option], not options[option]][transport.replica]
+        options["look_ahead"] &= bool(options["delay"])
+        options["delay"] = int(options["delay"])
+        with pytest.raises(AgreementError, match=rf"replica 0 has \[{option}: "):
+            DeMo(build().parameters(), transport=transport, **options)  # type: ignore[arg-type]
+
+    run_replicas(work, 2, timeout_seconds=5)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from thinwire.exchange.plan import Coding, ExchangePlan, TensorSpec, make_plan
 from thinwire.exchange.transport import Done, Pending
 from thinwire.local_step import LocalStep
 from thinwire.optimizer import DeMo
+from thinwire.planning import group_step
 from thinwire.sealing import seal_
 from thinwire.slabs import LocalTensor
 from thinwire.stack_step import GroupStep
@@ -204,7 +205,7 @@ def with_echoes(
     momenta = [optimizer.state[parameter]["momentum"] for parameter in parameters]
     encoding = optimizer._local.empty(bucket, 0, replicas)
     optimizer._local.rooms = {0: [encoding]}
-    groups = [optimizer._group_step(group) for group in optimizer.param_groups]
+    groups = [group_step(group, None, 0) for group in optimizer.param_groups]
     for payload_B in reversed(encoding.payloads_RB.unbind()):
         _shake(momenta)
         encoding.payload_B.zero_()
