@@ -144,9 +144,8 @@ class DeMo(Optimizer):
         check_group(group_options)
         self._is_ready = False
         super().__init__(params, group_options)
-        self._num_skipped_steps = 0
         self._unsettled: Attempt | None = None
-        self._turn, self._timeout_seconds = 0, timeout_seconds
+        self._num_skipped_steps, self._turn, self._timeout_seconds = 0, 0, timeout_seconds
         self._company = Company(process_group, transport, timeout_seconds, secret, islands_for(exchange, islands))
         self._transport, self.traffic = self._company.transport, self._company.traffic
         self.refused_payloads = self._company.refused
@@ -237,8 +236,9 @@ class DeMo(Optimizer):
         attempt = self._overlap.take() if self._overlap is not None else None
         with self._delay.settled_on_error(self._finish), self.island.told_of_failure():
             if attempt is None:
-                self._prepare()
-                attempt = self._attempt()
+                with self._company.given_up_on_error(self.island):
+                    self._prepare()
+                    attempt = self._attempt()
             else:
                 is_scaled = getattr(self, "found_inf", None) is not None
                 check_nothing_changed(attempt, self._plan, self._header()[0].digest, is_scaled)
@@ -452,6 +452,7 @@ class DeMo(Optimizer):
         """Check the groups, which schedulers and users write to, and rebuild the plan if need be."""
         for group in self.param_groups:
             check_group(group)
+        planning.check_codings(self._plan, self.param_groups)
         if planning.signature_of(self.param_groups, self.state) != self._planned_signature:
             self._rebuild()
 

@@ -94,7 +94,7 @@ def _apply_rule(
         step = d * lr
     if RULE == "adamw":
         moment = load_tile(first_ptr, in_tile, FULL)
-        moment = moment * beta2 + d * d * rest2
+        moment = tl.where(moment == 0, d * d * correction, moment * beta2 + d * d * rest2)
         store_tile(first_ptr, moment, in_tile, FULL)
         step = tl.div_rn(d, tl.sqrt_rn(tl.div_rn(moment, correction + d * 0)) + eps) * lr
     if RULE == "lion":
