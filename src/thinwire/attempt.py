@@ -242,6 +242,11 @@ class Attempt:
         self.apply_(decoding)
 
     @property
+    def names(self) -> Sequence[str]:
+        """Of its tensors; the optimizer may have another plan by now."""
+        return self._local.names
+
+    @property
     def left_out(self) -> list[tuple[int, PayloadError]]:
         """Those whose messages to this replica alone were bad, and why."""
         return [pair for _, encoding in self._buckets for pair in encoding.left_out.items()]

@@ -86,7 +86,7 @@ class LocalStep:
         island: Island | None = None,
     ) -> None:
         self.tensors, self._decoding, self.island = tensors, decoding, island or Island(())
-        self._names = [spec.name for spec in plan.tensors]
+        self.names = [spec.name for spec in plan.tensors]
         self.backends: set[str] = set()
         """Those in use."""
         self.verdicts: dict[torch.device, Tensor] = {}
@@ -107,7 +107,7 @@ class LocalStep:
     def replicated(self) -> list[tuple[str, Tensor]]:
         """All that must be the same on all replicas, with names."""
         found = []
-        for name, local in zip(self._names, self.tensors, strict=True):
+        for name, local in zip(self.names, self.tensors, strict=True):
             found.append((name, local.parameter.detach()))
             found += [(f"{name} ({kind})", state) for kind, state in local.rule_state.items()]
         return found

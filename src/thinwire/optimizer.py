@@ -269,7 +269,7 @@ class DeMo(Optimizer):
         if troubled is not None:
             attempt.take_back_()
             self._ended(None)
-            self._handle_trouble(troubled)
+            self._handle_trouble(troubled, attempt.names)
             return
         with self._delay.at_true_parameters(self._local.tensors):
             attempt.apply_late_(self._decoding)
@@ -317,7 +317,7 @@ class DeMo(Optimizer):
         self._ended(attempt if troubled is None else None)
         if troubled is not None:
             self._count(-1)
-            self._handle_trouble(troubled)
+            self._handle_trouble(troubled, attempt.names)
         elif attempt.refused:
             attempt.apply_late_(self._decoding)
 
@@ -400,9 +400,9 @@ class DeMo(Optimizer):
         value = getattr(self, name, None)
         return None if value is None else float(value)
 
-    def _handle_trouble(self, header: Header) -> None:
+    def _handle_trouble(self, header: Header, names: Sequence[str]) -> None:
         """Raise, or say that the step is skipped."""
-        tell_trouble(header, [spec.name for spec in self._plan.tensors], self._on_nonfinite == "raise")
+        tell_trouble(header, names, self._on_nonfinite == "raise")
         self._num_skipped_steps += 1
 
     def _description(self, is_of_step: bool = True) -> list[str]:
