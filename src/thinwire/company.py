@@ -114,7 +114,7 @@ class Company:
         counterparts in other islands, too, must get what they wait for."""
         try:
             yield
-        except BaseException as error:
+        except Exception as error:  # who is interrupted should not wait for others
             if not (island.is_one_rank or self.is_alone or isinstance(error, ThinwireError)):
                 give_up_(self._agreed_route, self.transport.replica)
             raise
