@@ -39,7 +39,7 @@ class Company:
         secret: bytes | None,
         islands: object = None,
     ) -> None:
-        check_float("timeout_seconds", timeout_seconds, 1e-3)
+        self._timeout_seconds = check_float("timeout_seconds", timeout_seconds, 1e-3)
         self.traffic = Traffic()
         ways = divide(islands, transport, process_group, timeout_seconds, secret, self.traffic.setup)
         self.transport, self.inside = ways
@@ -79,7 +79,7 @@ class Company:
         if self.dealing.is_on:
             return SharedIsland(self.inside, plan, tensors, self.traffic)
         named = zip((spec.name for spec in plan.tensors), (local.source for local in tensors), strict=True)
-        return find_island(named, getattr(self.transport, "ranks", ()))
+        return find_island(named, getattr(self.transport, "ranks", ()), self._timeout_seconds)
 
     def agree(self, plan: ExchangePlan, route: Route, description: Sequence[str]) -> None:
         """Compare descriptions with all replicas; raises on all of them if they differ."""
