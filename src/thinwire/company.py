@@ -43,6 +43,8 @@ class Company:
         self.traffic = Traffic()
         ways = divide(islands, transport, process_group, timeout_seconds, secret, self.traffic.setup)
         self.transport, self.inside = ways
+        # Ranks with islands compare those first: who has none must say so in the same place.
+        self._says_first = ["islands: None"] if islands is None else []
         self.dealing = Dealing(self.inside.rank, self.inside.num_ranks)
         self.refused: Counter[int] = Counter()
         self.received = ""
@@ -84,7 +86,7 @@ class Company:
     def agree(self, plan: ExchangePlan, route: Route, description: Sequence[str]) -> None:
         """Compare descriptions with all replicas; raises on all of them if they differ."""
         if not self.is_alone:
-            hold_roll_call(description, metered(self.transport, self.traffic.setup))
+            hold_roll_call([*self._says_first, *description], metered(self.transport, self.traffic.setup))
         self._agreed_plan, self._agreed_route = plan, route
 
     def has_agreed_on(self, plan: ExchangePlan) -> bool:

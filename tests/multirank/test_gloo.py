@@ -118,6 +118,8 @@ def _differ(rank: int, kind: str) -> str:
         parameters.append(("frozen", nn.Parameter(torch.zeros(3 + 2 * rank), requires_grad=False)))
     if kind == "combine" and rank == 1:
         options["combine"] = "mean_over_senders"
+    if kind == "exchange" and rank == 1:
+        options["exchange"] = "owner"
 
     def work() -> None:
         optimizer = DeMo(parameters, timeout_seconds=20, **options)
@@ -139,6 +141,7 @@ DIFFERENCES = {
     "number": "number of tensors: 2.*number of tensors: 1",
     "topk": "group 0 topk: 4.*group 0 topk: 3",
     "combine": "mean_over_replicas.*mean_over_senders",
+    "exchange": r"replica 0 has \[nothing\], replica 1 has \[exchange: owner",
     "lr": "group 0 lr: 0.001.*group 0 lr: 0.5",
 }
 
