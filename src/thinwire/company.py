@@ -39,10 +39,12 @@ class Company:
         secret: bytes | None,
         islands: object = None,
     ) -> None:
-        check_float("timeout_seconds", timeout_seconds, 1e-3)
+        self._timeout_seconds = check_float("timeout_seconds", timeout_seconds, 1e-3)
         self.traffic = Traffic()
         ways = divide(islands, transport, process_group, timeout_seconds, secret, self.traffic.setup)
         self.transport, self.inside = ways
+        # Ranks with islands compare those first: who has none must say so in the same place.
+        self._says_first = ["islands: None"] if islands is None else []
         self.dealing = Dealing(self.inside.rank, self.inside.num_ranks)
         self.refused: Counter[int] = Counter()
         self.received = ""
@@ -79,12 +81,12 @@ class Company:
         if self.dealing.is_on:
             return SharedIsland(self.inside, plan, tensors, self.traffic)
         named = zip((spec.name for spec in plan.tensors), (local.source for local in tensors), strict=True)
-        return find_island(named, getattr(self.transport, "ranks", ()))
+        return find_island(named, getattr(self.transport, "ranks", ()), self._timeout_seconds)
 
     def agree(self, plan: ExchangePlan, route: Route, description: Sequence[str]) -> None:
         """Compare descriptions with all replicas; raises on all of them if they differ."""
         if not self.is_alone:
-            hold_roll_call(description, metered(self.transport, self.traffic.setup))
+            hold_roll_call([*self._says_first, *description], metered(self.transport, self.traffic.setup))
         self._agreed_plan, self._agreed_route = plan, route
 
     def has_agreed_on(self, plan: ExchangePlan) -> bool:

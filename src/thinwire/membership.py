@@ -26,7 +26,7 @@ from thinwire.core.errors import (
     TooFewReplicasError,
 )
 from thinwire.exchange.agreement import name_the_difference
-from thinwire.exchange.plan import digest_of
+from thinwire.exchange.plan import NOTE, digest_of
 from thinwire.exchange.sharding import local_of
 from thinwire.exchange.transport import Elastic, Transport, elastic, metered
 
@@ -181,7 +181,7 @@ class Membership:
             time.sleep(_PAUSE_SECONDS)
 
     def _become_alike_(self, optimizer: "DeMo") -> bool:
-        transport, description = self._transport, optimizer._description(is_of_step=False)
+        transport, description = self._transport, [*optimizer._description(is_of_step=False), *self._copied_lines(optimizer)]
         all_gather = metered(transport, optimizer.traffic.setup)
         num_steps = max(int(group["num_steps"]) for group in optimizer.param_groups)
         flags = (self.is_newcomer, self._is_torn, self._applied is not None)
@@ -212,6 +212,19 @@ class Membership:
         optimizer._company.received = f"meeting {transport.meeting}"
         optimizer.drift.agreed_on = max(int(group["num_steps"]) for group in optimizer.param_groups)
         return is_taken
+
+    def _copied(self, optimizer: "DeMo") -> list[tuple[str, Tensor]]:
+        """All tensors that a newcomer gets, with names."""
+        everything = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        frozen = [local_of(parameter).detach() for parameter in everything if not parameter.requires_grad]
+        found = [*optimizer._local.replicated(), *(("frozen", tensor) for tensor in frozen)]
+        return [*found, *(("carried", tensor) for tensor in self.carried)]
+
+    def _copied_lines(self, optimizer: "DeMo") -> list[str]:
+        """The same in words: were a tensor of another size on one replica, its copy would be filled in part."""
+        rules = [f"group {number} update: {group['update']!r}" for number, group in enumerate(optimizer.param_groups)]
+        copied = enumerate(self._copied(optimizer))
+        return rules + [f"copied tensor {n}: shape {tuple(one.shape)}, {one.dtype}{NOTE}{name}" for n, (name, one) in copied]
 
     def _check_alike(
         self, standings: Sequence[Standing], source: int, description: Sequence[str], optimizer: "DeMo"
@@ -258,11 +271,8 @@ class Membership:
         replica's own, and a newcomer has none."""
         own = self._transport.replica
         counts = torch.tensor([int(group["num_steps"]) for group in optimizer.param_groups])
-        tensors = [tensor for _, tensor in optimizer._local.replicated()]
-        everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        tensors += [local_of(parameter).detach() for parameter in everything if not parameter.requires_grad]
         self._is_torn = own in copiers
-        for number, tensor in enumerate([*tensors, counts, *self.carried]):
+        for number, (_, tensor) in enumerate([*self._copied(optimizer), ("counts", counts)]):
             self._transport.copy_(tensor, f"copy of replica {source}'s state, tensor {number}", source, copiers)
         if own not in copiers:
             return

@@ -1,5 +1,7 @@
 """What was saved on one mesh goes on there exactly, and on another by a policy that keeps what it promises."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +231,26 @@ def test_alone_with_what_is_empty_or_frozen_for_a_while(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="a key of a saved dict is True"):
         save(tmp_path / "odd", model, optimizer, {True: 1})
     assert not list(tmp_path.glob("odd*"))
+
+
+def test_model_files_that_no_rank_lists_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = DeMo(model.named_parameters())
+    saving = async_save(tmp_path / "saved", model, optimizer)
+    saving.wait()
+    saving.wait()
+    shutil.copytree(tmp_path / "saved" / "rank-0", tmp_path / "saved" / "rank-0.bak")
+    load(tmp_path / "saved", model, optimizer)
+    shutil.copytree(tmp_path / "saved", tmp_path / "unlisted")
+    listing = tmp_path / "unlisted" / "files-0.json"
+    facts = {name: fact for name, fact in json.loads(listing.read_text()).items() if not name.startswith("model")}
+    listing.write_text(json.dumps(facts))
+    with pytest.raises(CheckpointError, match="no rank's list of files names one of model"):
+        load(tmp_path / "unlisted", model, optimizer)
+    (written,) = (tmp_path / "saved" / "model").iterdir()
+    shutil.copy(written, written.with_name("another.safetensors"))
+    with pytest.raises(CheckpointError, match=r"another\.safetensors was not written with this checkpoint"):
+        load(tmp_path / "saved", model, optimizer)
 
 
 def test_shares() -> None:

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.ranks import run_ranks
-from thinwire import DeMo, NonFiniteGradientError, ThinwireError
+from thinwire import DeMo, ExchangeError, NonFiniteGradientError, ThinwireError
+from thinwire.exchange import sharding
 from thinwire.exchange.loopback import LoopbackTransport, run_replicas
 from thinwire.parallel.sharded import _blocks, distribute
 
@@ -128,6 +129,7 @@ def _all_on_four_ranks(rank: int) -> dict[str, Any]:
         **{policy: _nan_on_one(rank, policy) for policy in ("raise", "skip")},
         "clipped": _clipped(rank),
         "one fails": _one_fails(rank),
+        "one stays away": _one_stays_away(rank),
     }
 
 
@@ -339,6 +341,33 @@ def test_a_failure_on_one_rank_stops_all_at_the_same_step(four_ranks: list[dict[
         assert said
     assert results[3][0] == "MemoryError: no room"
     assert "another rank of this replica could not take step 2" in results[2][0]
+
+
+def _one_stays_away(rank: int) -> list[str]:
+    """Rank 1 does not come to what rank 0 wants to decide with it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, _ = distribute(build(0), mesh, **OPTIONS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "_TO_TELL_SECONDS", 0.0)
+        island = sharding.find_island(model.named_parameters(), (), timeout_seconds=0.5)
+    said = []
+    for work in (lambda: island.any(True), lambda: _fail_inside(island)) if rank == 0 else ():
+        try:
+            work()
+        except (ExchangeError, MemoryError) as error:
+            said.append(str(error))
+    return said
+
+
+def _fail_inside(island: sharding.Island) -> None:
+    with island.told_of_failure():
+        _no_room()
+
+
+def test_a_rank_of_this_replica_that_does_not_come_is_named_and_hides_no_error(four_ranks: list[dict[str, Any]]) -> None:
+    decision, failure = four_ranks[0]["one stays away"]
+    assert "waited for ranks of this replica [1], which did not come or died, after" in decision
+    assert failure == "no room"
 
 
 def test_blocks_are_found_once_and_lists_are_no_blocks() -> None:

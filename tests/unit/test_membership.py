@@ -110,11 +110,13 @@ def momenta(optimizer: DeMo) -> list[Tensor]:
     return [state["momentum"].clone() for state in optimizer.state.values()]
 
 
-def train(citizen: Citizen, seed: int, share: int, until: int = NUM_STEPS, **more: Any) -> tuple[Tensor, list[Tensor], DeMo]:
+def train(
+    citizen: Citizen, seed: int, share: int, until: int = NUM_STEPS, carried: Sequence[Tensor] = (), **more: Any
+) -> tuple[Tensor, list[Tensor], DeMo]:
     """Train until so many steps are taken, with the data of one share."""
     model = build(seed)
     optimizer = DeMo(model.parameters(), lr=1e-2, transport=citizen, **{**OPTIONS, **more})
-    optimizer.meet()
+    optimizer.meet(carried)
     while optimizer.num_steps < until:
         train_step(model, optimizer, optimizer.num_steps, share)
     citizen.leave()
@@ -191,7 +193,7 @@ def test_the_others_go_on_without_one_that_died_and_let_it_in_again(exchange: st
     may_return = threading.Event()
 
     def dies_and_returns() -> tuple[Tensor, list[Tensor], DeMo]:
-        train(ends["c"], 3, 3, until=2, exchange=exchange)
+        train(ends["c"], 3, 3, until=2, carried=[torch.zeros(2)], exchange=exchange)
         may_return.wait(20)
         model = build(99)
         optimizer = DeMo(model.parameters(), lr=1e-2, transport=again, **options)
@@ -262,13 +264,23 @@ def test_who_was_left_behind_takes_over_what_the_others_hold_and_keeps_its_momen
     assert results["c"][2].membership.num_copies == 2
 
 
-def test_a_newcomer_that_trains_something_else_is_turned_away_and_the_others_go_on() -> None:
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "combine": ({"combine": "mean_over_senders"}, r"combine: 'mean_over_replicas'.*combine: 'mean_over_senders'"),
+    "rule": ({"update": "lion", "values": "sign_scale"}, r"group 0 update: 'adamw'.*group 0 update: 'lion'"),
+    "carried more": ({"carried": [torch.zeros(2)]}, r"\[nothing\].*copied tensor \d+: shape \(2,\), \S+ # carried"),
+}
+
+
+@pytest.mark.parametrize(("options", "words"), OTHERS.values(), ids=OTHERS)
+def test_a_newcomer_that_trains_something_else_is_turned_away_and_the_others_go_on(
+    options: dict[str, Any], words: str
+) -> None:
     town = Town("abc", "ab")
     ends = {name: Citizen(town, name) for name in "abc"}
 
     def stranger() -> str:
-        with pytest.raises(AgreementError, match=r"combine: 'mean_over_replicas'.*combine: 'mean_over_senders'"):
-            train(ends["c"], 3, 3, combine="mean_over_senders")
+        with pytest.raises(AgreementError, match=words):
+            train(ends["c"], 3, 3, **options)
         ends["c"].leave()
         return "turned away"
 

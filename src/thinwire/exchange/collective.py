@@ -4,22 +4,27 @@ Every wait has a deadline. A replica that has waited for a second says so in the
 who have said nothing are the ones that were waited for, and the error names them. A fast exchange never touches the store.
 """
 
-import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from thinwire.core.errors import ExchangeError
+from thinwire.core.errors import ExchangeError, first_line
 from thinwire.exchange.transport import Pending, SoloTransport, Transport
 
+Answer = TypeVar("Answer")
 _ANNOUNCE_AFTER_SECONDS = 1.0
-_instances = itertools.count()
+_STORE_ANSWERS_WITHIN_SECONDS = 5.0
+_num_transports: Counter[str] = Counter()
+"""By the name of the group: ranks may build other groups' transports that others do not have."""
 
 
 def is_distributed() -> bool:
@@ -36,6 +41,29 @@ def default_transport(group: dist.ProcessGroup | None, timeout_seconds: float) -
     return CollectiveTransport(group, timeout_seconds)
 
 
+def answer_within(seconds: float, ask: Callable[[], Answer]) -> Answer:
+    """What ``ask`` returns or raises; a `TimeoutError` if it takes longer.
+
+    torch's store waits for ever, and deaf to Ctrl-C, while its host is there but frozen, whatever time-out it was given. So
+    it is asked in a thread, which is left behind if need be.
+    """
+    answer: Future[Answer] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(ask())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=work, name="question to the store", daemon=True).start()
+    return answer.result(seconds)
+
+
+def words_of_gloo(error: BaseException) -> str:
+    """What it says, without the file of its source that it begins with and the advice that it ends with."""
+    return first_line(error).split("] ", 1)[-1].split(". ", 1)[0]
+
+
 class CollectiveTransport:
     """One replica per rank of a process group; ``noun`` is what errors call them."""
 
@@ -47,8 +75,10 @@ class CollectiveTransport:
             raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
         self.num_replicas = dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)
-        # Ranks build their transports in the same order, so the count is the same on all of them.
-        self._roster = _Roster(_store_of(group), f"thinwire/{next(_instances)}", self.replica, self.num_replicas, noun)
+        # Ranks build the transports of a group in the same order, so the count is the same on all of them.
+        number = _num_transports[group.group_name]
+        _num_transports[group.group_name] += 1
+        self._roster = _Roster(_store_of(group), f"thinwire/{number}", self.replica, self.num_replicas, noun)
         self.device = _message_device(group)
         """Where messages must lie; None if any place will do."""
         self._staged: _UnderWay | None = None
@@ -156,8 +186,8 @@ class CollectiveTransport:
         return work
 
     def _failure(self, what: str, waited_seconds: float, error: RuntimeError) -> ExchangeError:
-        reason = str(error).strip().splitlines()[0]
-        return ExchangeError(f"{what}: {self._roster.who_is_missing()} after {waited_seconds:.1f} s ({reason})")
+        missing = self._roster.who_is_missing()
+        return ExchangeError(f"{what}: {missing} after {waited_seconds:.1f} s ({words_of_gloo(error)})")
 
 
 class _UnderWay:
@@ -208,7 +238,7 @@ class _Roster:
 
     def __init__(self, store: Store | None, prefix: str, replica: int, num_replicas: int, noun: str) -> None:
         self._store, self._prefix, self._replica, self._num_replicas = store, prefix, replica, num_replicas
-        self._noun = noun
+        self._noun, self._is_host = noun, dist.is_initialized() and dist.get_rank() == 0
         self.num_finished = 0
 
     def announce(self) -> None:
@@ -222,17 +252,29 @@ class _Roster:
 
     def who_is_missing(self) -> str:
         """A phrase that names the replicas that have not come to the current exchange."""
-        self.announce()
-        time.sleep(1.5 * _ANNOUNCE_AFTER_SECONDS)  # the others fail in the same moment: give them time to say so
-        if self._store is None:
-            return f"lost the connection to the other {self._noun}, and the store cannot say to which,"
         try:
-            missing = [replica for replica in range(self._num_replicas) if not self._is_here(replica, self._store)]
+            missing = answer_within(_STORE_ANSWERS_WITHIN_SECONDS, self._missing)
+        except TimeoutError:
+            host = "rank 0 (or its launcher), who hosts the store, does not answer"
+            return f"lost the connection to other {self._noun}, and {host},"
         except RuntimeError:
             return f"lost the connection to the other {self._noun}, and to the host of the store,"
+        if missing is None:
+            return f"lost the connection to the other {self._noun}, and the store cannot say to which,"
         if not missing:
             return f"all {self._noun} wait, though perhaps in different exchanges; it failed"
         return f"waited for {self._noun} {missing}, which did not come or died,"
+
+    def _missing(self) -> list[int] | None:
+        self.announce()
+        time.sleep(1.5 * _ANNOUNCE_AFTER_SECONDS)  # the others fail in the same moment: give them time to say so
+        store = self._store
+        if store is None:
+            return None
+        missing = [replica for replica in range(self._num_replicas) if not self._is_here(replica, store)]
+        if self._is_host:
+            time.sleep(_ANNOUNCE_AFTER_SECONDS)  # the others ask now, and the store may end with this process
+        return missing
 
     def _is_here(self, replica: int, store: Store) -> bool:
         key = self._key(replica)

@@ -90,10 +90,10 @@ ALONE = InsideTransport(SoloTransport(), (0,))
 
 
 class InsideGroup(InsideTransport):
-    """The ranks of an island as a process group of their own."""
+    """The ranks of an island as a process group of their own; ``noun`` is what errors call them."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
-        wire = CollectiveTransport(group, timeout_seconds, noun="ranks of the island")
+    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float, noun: str = "ranks of the island") -> None:
+        wire = CollectiveTransport(group, timeout_seconds, noun)
         super().__init__(wire, wire.ranks)
         self._wire, self._group, self.device = wire, group, wire.device
 

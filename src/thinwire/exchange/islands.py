@@ -68,17 +68,19 @@ def _agree(
     found: list[list[int]] = []
     problem = ""
     all_gather = metered(flat, setup)
+    if islands == HOSTS:
+        # Not before all are known to want it: the others would take the hosts for something else.
+        hold_roll_call([f"islands: {HOSTS}"], all_gather, "rank")
+        rows = all_gather(torch.frombuffer(bytearray(_host()), dtype=torch.uint8), "hosts of the ranks")
+        return by_host([row.cpu().numpy().tobytes() for row in rows])
     try:
-        if islands == HOSTS:
-            rows = all_gather(torch.frombuffer(bytearray(_host()), dtype=torch.uint8), "hosts of the ranks")
-            found = by_host([row.cpu().numpy().tobytes() for row in rows])
-        elif hasattr(islands, "get_group"):
+        if hasattr(islands, "get_group"):
             found = _of_mesh(islands, [0] if transport is not None or not is_distributed() else _ranks(group), transport)
         else:
             found = consecutive(islands, flat.num_replicas)
     except (ValueError, TypeError) as error:
         problem = str(error)
-    hold_roll_call([f"islands: {problem or found}"], all_gather)
+    hold_roll_call([f"islands: {problem or found}"], all_gather, "rank")
     if problem:
         raise ValueError(problem)
     return found

@@ -26,6 +26,7 @@ DENSE_VALUES = "int8"
 ANSWER_VALUES = "int4"
 OWNER_TIMES = 8
 NOTE = " # "
+_NOTHING = "nothing"
 
 
 class Records(Protocol):
@@ -219,11 +220,19 @@ def without_note(line: str) -> str:
 
 
 def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, str] | None:
-    """The first pair of lines that differ, "nothing" where one description is shorter; None if there is none."""
-    for here, there in itertools.zip_longest(mine, theirs, fillvalue="nothing"):
+    """The first pair of lines that differ, "nothing" where only one description has that fact; None if there is none."""
+    for here, there in itertools.zip_longest(mine, theirs, fillvalue=_NOTHING):
         if without_note(here) != without_note(there):
+            is_only_here = here != _NOTHING and _fact_of(here) not in map(_fact_of, theirs)
+            is_only_there = there != _NOTHING and _fact_of(there) not in map(_fact_of, mine)
+            if is_only_here != is_only_there:  # else the other happens to have the next fact at this place
+                return (here, _NOTHING) if is_only_here else (_NOTHING, there)
             return here, there
     return None
+
+
+def _fact_of(line: str) -> str:
+    return line.split(": ", 1)[0]
 
 
 def with_owners(plan: ExchangePlan, owner_topk: int | None) -> ExchangePlan:

@@ -4,22 +4,26 @@ A replica may be spread over several ranks, its *island*. Each rank exchanges it
 same part of the other replicas, so what one rank finds wrong the others of its island do not see: they tell each other.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.core.errors import ExchangeError
 from thinwire.core.layout import Part
+from thinwire.exchange.inside import Inside, InsideGroup
 from thinwire.exchange.plan import Bucket
 from thinwire.wire.payload import Header, Trouble
 
+_log = logging.getLogger("thinwire")
 FAILED = 1 << 62
 _REPLICA_BIT = 40
+# A rank that is waited for may itself have waited for other replicas until its deadline, and then have asked for names.
+_TO_TELL_SECONDS = 10.0
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -59,10 +63,10 @@ class Island:
     unscales = False
     """Whether `ready_` takes out what a GradScaler has scaled gradients by."""
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        self._groups = groups
-        self.is_one_rank = not groups
-        self.axes = [tuple(dist.get_process_group_ranks(group)) for group in groups]
+    def __init__(self, ways: Sequence[Inside]) -> None:
+        self._ways = ways
+        self.is_one_rank = not ways
+        self.axes = [tuple(way.ranks) for way in ways]
         """The ranks along each axis through this rank."""
 
     def agree(self, describe: Callable[[], Sequence[str]]) -> None:
@@ -101,7 +105,10 @@ class Island:
         try:
             yield
         except BaseException:
-            self._worst(FAILED)
+            try:
+                self._worst(FAILED)
+            except ExchangeError as error:
+                _log.warning("could not tell the other ranks of this replica that this one failed: %s", error)
             raise
 
     def any(self, found: bool) -> bool:
@@ -109,15 +116,13 @@ class Island:
         return self._worst(int(found)) > 0
 
     def _worst(self, code: int) -> int:
-        for group in self._groups:
-            word = torch.tensor([code], device=_device_for(group))
-            dist.all_reduce(word, dist.ReduceOp.MAX, group)
-            code = int(word)
+        for way in self._ways:
+            (code,) = way.most([code], "decision of the ranks of this replica")
         return code
 
 
-def find_island(named: Iterable[tuple[str, Tensor]], replica_ranks: Sequence[int]) -> Island:
-    """The island of these parameters.
+def find_island(named: Iterable[tuple[str, Tensor]], replica_ranks: Sequence[int], timeout_seconds: float) -> Island:
+    """The island of these parameters, whose ranks wait for each other for ``timeout_seconds`` and a little longer.
 
     ``replica_ranks`` are the ranks between which DeMo exchanges. A mesh that joins two of them would average what DeMo must
     see apart.
@@ -139,10 +144,5 @@ def find_island(named: Iterable[tuple[str, Tensor]], replica_ranks: Sequence[int
                 )
             if len(ranks) > 1:
                 groups[ranks] = group
-    return Island(list(groups.values()))
-
-
-def _device_for(group: dist.ProcessGroup) -> torch.device:
-    backends = dist.get_backend_config(group)
-    needs_gpu = "nccl" in backends and "cpu:" not in backends
-    return torch.device("cuda", torch.cuda.current_device()) if needs_gpu else torch.device("cpu")
+    limit_seconds = timeout_seconds + _TO_TELL_SECONDS
+    return Island([InsideGroup(group, limit_seconds, "ranks of this replica") for group in groups.values()])

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.core.errors import AgreementError, ExchangeError
+from thinwire.exchange.agreement import AllGather
 from thinwire.exchange.collective import default_transport
 from thinwire.exchange.traffic import Count
 from thinwire.exchange.transport import Elastic, Pending, Transport, elastic, metered
@@ -94,7 +95,7 @@ class SignedTransport:
         Both messages are as long as a roll call: a replica that has no secret at all then finds other bytes where it
         expects a roll call, and says so, while messages of another length can make gloo abort.
         """
-        gather = metered(self._inner, setup)
+        gather = _asking_for_keys(metered(self._inner, setup))
         fresh_B = torch.frombuffer(bytearray(secrets.token_bytes(_FRESH_BYTES)), dtype=torch.uint8)
         session = hashlib.sha256(gather(fresh_B, "greeting of the replicas").cpu().numpy().tobytes()).digest()
         what, signed_B = "proof of the key", torch.frombuffer(bytearray(session + bytes(_TAG_BYTES)), dtype=torch.uint8)
@@ -246,6 +247,18 @@ class SignedElasticTransport(SignedTransport):
     def leave(self) -> None:
         """Hang up, and be no longer counted."""
         self._elastic.leave()
+
+
+def _asking_for_keys(gather: AllGather) -> AllGather:
+    """With the likeliest reason, if it fails: a replica without a key finds bytes that it does not expect, and leaves."""
+
+    def gather_or_ask(message_B: Tensor, what: str) -> Tensor:
+        try:
+            return gather(message_B, what)
+        except ExchangeError as error:
+            raise ExchangeError(f"{error}; has every replica the secret?") from error
+
+    return gather_or_ask
 
 
 def _not_signed(replica: int) -> str:

@@ -28,7 +28,16 @@ from thinwire.core.errors import CheckpointError, check_choice
 from thinwire.exchange.collective import default_transport
 from thinwire.exchange.sharding import is_sharded, local_of
 from thinwire.optimizer import DeMo
-from thinwire.parallel.listing import check_files, list_files, listed_files, reason, tell_problems, together
+from thinwire.parallel.listing import (
+    check_all_listed,
+    check_files,
+    list_files,
+    listed_files,
+    numbers_of,
+    reason,
+    tell_problems,
+    together,
+)
 from thinwire.parallel.state_files import alone_on_purpose, read_state, write_state
 from thinwire.redistribution import REDISTRIBUTIONS, assemble
 
@@ -81,6 +90,7 @@ class Saving:
                 self._partial.mkdir(parents=True)
         self._pool = ThreadPoolExecutor(1)
         self._done: Future[None] = self._pool.submit(self._write, shards, state)
+        self._is_there = False
 
     def _write(self, shards: dict[str, Any], state: dict[str, Any]) -> None:
         own, folder = self._partial / f"rank-{self._rank}", self._partial / _MODEL
@@ -95,7 +105,10 @@ class Saving:
         list_files(self._partial, self._rank, [own, *folder.glob(_model_file(self._rank))])
 
     def wait(self) -> None:
-        """Wait until the checkpoint is whole on all ranks and has its name; or raise on all of them."""
+        """Wait until the checkpoint is whole on all ranks and has its name; or raise on all of them. Once it is there, there
+        is nothing to wait for."""
+        if self._is_there:
+            return
         with self._together(f"rank {self._rank} could not write {self._partial}"):
             self._done.result()
             self._pool.shutdown()
@@ -105,6 +118,7 @@ class Saving:
                 if missing:
                     raise CheckpointError(f"it does not see what ranks {missing} wrote; do all ranks see that folder?")
                 os.replace(self._partial, self._folder)
+        self._is_there = True
 
     def _together(self, what: str) -> AbstractContextManager[None]:
         return together(self._world, what, self._partial, "no checkpoint")
@@ -184,7 +198,7 @@ def _on_host(value: Any) -> Any:
 def _saved_ranks(folder: Path) -> list[int]:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not there")
-    ranks = sorted(int(path.name.removeprefix("rank-")) for path in folder.glob("rank-*"))
+    ranks = numbers_of((path.name for path in folder.glob("rank-*")), "rank-")
     if not ranks or ranks != list(range(len(ranks))):
         raise CheckpointError(f"it has the states of ranks {ranks}, so it is no whole checkpoint of thinwire")
     return ranks
@@ -213,9 +227,14 @@ def _reader(folder: Path) -> HuggingFaceStorageReader:
 
 def _check_model(folder: Path, ranks: list[int], tensors: dict[str, Any]) -> None:
     """Refuse files that are damaged or missing, or another model's."""
+    listed: set[str] = set()
     for rank in ranks:
         for name in listed_files(folder, rank, _MODEL):
             check_files(folder, rank, name)
+            listed.add(name)
+    if tensors and not listed:
+        raise CheckpointError(f"no rank's list of files names one of {_MODEL}: the checkpoint is not whole")
+    check_all_listed(folder, _MODEL, listed)
     saved = _reader(folder).read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
         found: Any = saved.get(name)

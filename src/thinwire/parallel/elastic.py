@@ -28,7 +28,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from thinwire.core.errors import ExchangeError, TooFewReplicasError, check_float, check_int, first_line
-from thinwire.exchange.collective import CollectiveTransport
+from thinwire.exchange.collective import CollectiveTransport, answer_within, words_of_gloo
 from thinwire.exchange.transport import Done, Pending
 
 _log = logging.getLogger("thinwire")
@@ -137,7 +137,9 @@ class ElasticTransport(CollectiveTransport):
                     _log.warning("could not connect to %s: %s", names, first_line(error))
                     is_broken = True
             if time.monotonic() - began > self._patience_seconds:
-                came = f"only {names} came" if names else f"the lighthouse at {self._address} named nobody"
+                came = f"the lighthouse at {self._address} named nobody"
+                if names:
+                    came = f"only {names} came; does another process have the name of one of them?"
                 raise TooFewReplicasError(
                     f"{self._name} waited {self._patience_seconds:g} s for at least {self._min_replicas} replicas: {came}"
                 )
@@ -153,6 +155,8 @@ class ElasticTransport(CollectiveTransport):
             if self._beats is None:
                 self._beats = threading.Thread(target=self._beat, name="heartbeats", daemon=True)
                 self._beats.start()
+            # One that hangs would keep all waiting for as long as a question may take.
+            self._client.heartbeat(self._name, timeout=_CONNECT)
             answer = self._client.quorum(
                 replica_id=self._name,
                 # Not less: a question that is given up still counts as asked, and its answer reaches nobody.
@@ -186,18 +190,24 @@ class ElasticTransport(CollectiveTransport):
             raise RuntimeError("the lighthouse repeated an old answer")
         self.replica, self.num_replicas, self.members = names.index(self._name), len(names), tuple(names)
         if len(names) > 1:
-            host, _, port = quorum.participants[0].store_address.rpartition(":")
-            store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_CONNECT)
-            gloo: Any = dist.ProcessGroupGloo
-            options = gloo._Options()
-            options._timeout = timedelta(seconds=self._timeout_seconds)
-            if "GLOO_SOCKET_IFNAME" not in os.environ:
-                options._devices = [gloo.create_device(hostname=self._own_host)]
-            else:
-                options._devices = [gloo.create_default_device()]
-            prefix = PrefixStore(f"thinwire/{created}", store)
-            self._pg = gloo(prefix, self.replica, self.num_replicas, options)
+            address, limit_seconds = quorum.participants[0].store_address, _CONNECT.total_seconds() + self._timeout_seconds
+            try:
+                self._pg = answer_within(limit_seconds, lambda: self._make_group(address, f"thinwire/{created}"))
+            except TimeoutError as error:
+                raise RuntimeError(f"{names[0]}, where they connect, did not answer in {limit_seconds:g} s") from error
         self.meeting = created
+
+    def _make_group(self, address: str, prefix: str) -> Any:
+        host, _, port = address.rpartition(":")
+        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_CONNECT)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=self._timeout_seconds)
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            options._devices = [gloo.create_device(hostname=self._own_host)]
+        else:
+            options._devices = [gloo.create_default_device()]
+        return gloo(PrefixStore(prefix, store), self.replica, self.num_replicas, options)
 
     def _hang_up(self) -> None:
         group, self._pg, self._staged = self._pg, None, None
@@ -288,9 +298,7 @@ class ElasticTransport(CollectiveTransport):
         return work
 
     def _failure(self, what: str, waited_seconds: float, error: RuntimeError) -> ExchangeError:
-        # gloo's own words begin with a file of its source, and end with advice.
-        reason = first_line(error).split("] ", 1)[-1].split(". ", 1)[0]
-        return ExchangeError(f"{what}: lost a replica after {waited_seconds:.1f} s ({reason})")
+        return ExchangeError(f"{what}: lost a replica after {waited_seconds:.1f} s ({words_of_gloo(error)})")
 
 
 class _Failed:

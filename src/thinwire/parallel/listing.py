@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def listed_files(checkpoint: Path, writer: int, prefix: str) -> dict[str, Any]:
     listing = checkpoint / f"files-{writer}.json"
     try:
         return {name: wanted for name, wanted in json.loads(listing.read_text()).items() if _is_below(name, prefix)}
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{listing} cannot be read, so this is no checkpoint of thinwire: {reason(error)}") from error
 
 
@@ -66,12 +66,26 @@ def check_files(checkpoint: Path, writer: int, prefix: str) -> None:
     facts = listed_files(checkpoint, writer, prefix)
     if not facts:
         raise CheckpointError(f"{checkpoint / f'files-{writer}.json'} does not list {prefix}: the checkpoint is not whole")
+    check_all_listed(checkpoint, prefix, facts)
     for name, wanted in facts.items():
         path = checkpoint / name
         if not path.is_file():
             raise CheckpointError(f"{path} is missing: the checkpoint is not whole")
         if _fingerprint(path) != wanted:
             raise CheckpointError(f"{path} is damaged: its length or SHA-256 is not what was written")
+
+
+def check_all_listed(checkpoint: Path, folder: str, listed: Collection[str]) -> None:
+    """Refuse tensors that were not written with the checkpoint: readers take every safetensors file in a folder."""
+    for path in sorted((checkpoint / folder).rglob("*.safetensors")):
+        if path.relative_to(checkpoint).as_posix() not in listed:
+            raise CheckpointError(f"{path} was not written with this checkpoint; move it elsewhere")
+
+
+def numbers_of(names: Iterable[str], prefix: str) -> list[int]:
+    """The numbers that follow the prefix, in order; names with anything else there, such as copies, are nobody's."""
+    ends = [name.removeprefix(prefix) for name in names]
+    return sorted(int(end) for end in ends if end.isdecimal())
 
 
 def _is_below(name: str, prefix: str) -> bool:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from thinwire.core.errors import CheckpointError
 from thinwire.exchange.transport import Transport, all_gather
-from thinwire.parallel.listing import check_files, list_files, listed_files, reason, tell_problems, together
+from thinwire.parallel.listing import check_files, list_files, listed_files, numbers_of, reason, tell_problems, together
 from thinwire.parallel.state_files import read_state, write_state
 from thinwire.training.config import UNSHARED_OPTIMIZERS
 
@@ -226,12 +226,12 @@ class Checkpoints:
 
     def replicas_here(self, checkpoint: Path) -> list[int]:
         """Whose states this disk has."""
-        return sorted(int(path.parent.name.removeprefix("replica-")) for path in checkpoint.glob("replica-*/state"))
+        return numbers_of((path.parent.name for path in checkpoint.glob("replica-*/state")), "replica-")
 
 
 def check_model(checkpoint: Path) -> None:
     """Refuse a checkpoint whose model is damaged; whoever was the first replica wrote it."""
-    writers = sorted(int(path.stem.removeprefix("files-")) for path in checkpoint.glob("files-*.json"))
+    writers = numbers_of((path.stem for path in checkpoint.glob("files-*.json")), "files-")
     writer = next((one for one in writers if listed_files(checkpoint, one, "model")), 0)
     check_files(checkpoint, writer, "model")
 
@@ -248,13 +248,12 @@ def available_steps(run_folder: Path) -> list[int]:
 
 def read_run(checkpoint: Path, replica: int) -> RunState:
     """Where the run was, from this replica's own part or any other that is here."""
-    parts = sorted(checkpoint.glob("replica-*/run.json"))
+    parts = numbers_of((path.parent.name for path in checkpoint.glob("replica-*/run.json")), "replica-")
     if not parts:
         raise CheckpointError(f"{checkpoint} holds no replica's run.json, so this is no whole checkpoint of thinwire")
-    own = checkpoint / f"replica-{replica}" / "run.json"
-    found = own if own in parts else parts[0]
-    check_files(checkpoint, int(found.parent.name.removeprefix("replica-")), f"{found.parent.name}/run.json")
-    facts = json.loads(found.read_text())
+    found = replica if replica in parts else parts[0]
+    check_files(checkpoint, found, f"replica-{found}/run.json")
+    facts = json.loads((checkpoint / f"replica-{found}" / "run.json").read_text())
     if facts.get("format") != _FORMAT:
         raise CheckpointError(f"{checkpoint} has format {facts.get('format')!r}, this version reads {_FORMAT}")
     return RunState(**facts)

@@ -50,7 +50,26 @@ def test_ranks_that_have_other_islands_in_mind_all_hear_of_it() -> None:
     run_replicas(work, 4)
     assert sorted(said) == [0, 1, 2, 3]
     for words in said.values():
-        assert "replica 0 has [islands: [[0, 1], [2, 3]]], replica 3 has [islands: islands=3 does not divide 4" in words
+        assert "rank 0 has [islands: [[0, 1], [2, 3]]], rank 3 has [islands: islands=3 does not divide 4" in words
+
+
+@pytest.mark.parametrize(("first", "second"), [("hosts", 4), (4, "hosts"), (None, 2), (2, None)])
+def test_other_forms_of_islands_are_named(first: Any, second: Any) -> None:
+    said: list[str] = []
+
+    def work(transport: LoopbackTransport) -> None:
+        islands = second if transport.replica else first
+        try:
+            DeMo(Shapes().parameters(), transport=transport, islands=islands, **OPTIONS)
+        except AgreementError as error:
+            said.append(str(error))
+
+    run_replicas(work, 4)
+    words = {"hosts": "hosts", 4: "[[0, 1, 2, 3]]", 2: "[[0, 1], [2, 3]]", None: "None"}
+    assert len(said) == 4
+    for text in said:
+        assert f"0 has [islands: {words[first]}]" in text
+        assert f"1 has [islands: {words[second]}]" in text
 
 
 def test_what_does_not_go_with_islands_is_refused() -> None:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.exchange.plan import Coding, ExchangePlan, TensorSpec, make_plan
+from thinwire.exchange.plan import Coding, ExchangePlan, TensorSpec, first_difference, make_plan
 from thinwire.exchange.traffic import Count, Traffic
 from thinwire.slabs import LocalTensor, cut_slabs, limits_for
 from thinwire.wire.payload import HEADER_BYTES
@@ -90,6 +90,15 @@ def test_the_digest_covers_everything_that_is_agreed() -> None:
     digests = {plan.digest for plan in [base, *others]}
     assert len(digests) == 1 + len(others)
     assert plan_of([(64, 64), (64, 10)]).digest == base.digest
+
+
+def test_a_fact_that_only_one_has_is_not_compared_with_the_next_one() -> None:
+    short, long = ["a: 1", "c: 3", "c: 4"], ["a: 1", "b: 2 # two", "c: 3", "c: 4"]
+    assert first_difference(short, short) is None
+    assert first_difference(short, long) == ("nothing", "b: 2 # two")
+    assert first_difference(long, short) == ("b: 2 # two", "nothing")
+    assert first_difference(short, short[:2]) == ("c: 4", "nothing")
+    assert first_difference(["a: 1"], ["b: 1"]) == ("a: 1", "b: 1")
 
 
 def test_dense_tensors_use_a_codec_with_a_zero() -> None:

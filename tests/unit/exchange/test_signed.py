@@ -197,7 +197,7 @@ def test_a_replica_without_a_secret_is_noticed_on_both_sides() -> None:
 
     said = run_replicas(work, 2, timeout_seconds=10)
     assert said[0].startswith("AgreementError: replica 1 answered the roll call with other bytes")
-    assert said[1] == "ExchangeError: proof of the key: replicas [0] left"
+    assert said[1] == "ExchangeError: proof of the key: replicas [0] left; has every replica the secret?"
 
 
 @pytest.mark.parametrize("place", [2, -1])

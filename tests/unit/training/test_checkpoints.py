@@ -5,6 +5,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,22 @@ def test_a_checkpoint_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
     checkpoint, _ = find_last(tmp_path)
     assert not list(tmp_path.rglob("rubbish"))
     check_files(checkpoint, 0, "model")
+
+
+def test_copies_beside_the_files_are_nobodys_and_tensors_among_them_are_refused(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path)
+    shutil.copy(checkpoint / "files-0.json", checkpoint / "files-old.json")
+    shutil.copytree(checkpoint / "replica-0", checkpoint / "replica-0.bak")
+    found, run = find_last(tmp_path)
+    assert (found, run.step) == (checkpoint, 10)
+    own = Checkpoints(tmp_path, SoloTransport())
+    assert own.replicas_here(checkpoint) == [0]
+    assert own.load_state(checkpoint, 0)["momentum"].tolist() == [0, 1, 2, 3, 4, 5]
+    write_state({"momentum": torch.zeros(6)}, tmp_path / "other")
+    for path in (tmp_path / "other").glob("*.safetensors"):
+        shutil.copy(path, checkpoint / "replica-0" / "state" / "another.safetensors")
+    with pytest.raises(CheckpointError, match=r"another\.safetensors was not written with this checkpoint"):
+        own.load_state(checkpoint, 0)
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
