@@ -121,6 +121,21 @@ def test_run_folders_and_checkpoints(here: Path, capsys: pytest.CaptureFixture[s
     assert "this is not a run folder" in line_of(["train", "--resume", "other"], capsys)
 
 
+def test_a_run_that_diverges_leaves_checkpoints_of_use(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["--optimizer", "adamw", "--checkpoint-every", "1", "--out", "run"]
+    assert run([*TRAIN, "--steps", "2", *common]) == 0
+    capsys.readouterr()
+    kept = {name: os.readlink(here / "run" / "checkpoints" / name) for name in ("last", "best")}
+    back = "--resume run goes on after step 2 (after step 1 without run/checkpoints/step-000002)"
+    resume = ["train", "--resume", "run", "--steps", "9", "--lr", "1e39"]
+    line = line_of([*resume, "--eval-every", "100"], capsys)
+    assert f"the parameters have NaN or Inf after step 3: try a smaller --lr or a longer warm-up; {back}" in line
+    line = line_of([*resume, "--eval-every", "1"], capsys)
+    assert f"the validation loss after step 3 is nan: try a smaller --lr or a longer warm-up; {back}" in line
+    assert kept == {name: os.readlink(here / "run" / "checkpoints" / name) for name in ("last", "best")}
+    assert run(["train", "--resume", "run", "--steps", "4", "--lr", "1e-3"]) == 0
+
+
 def test_a_full_disk(tmp_path: Path) -> None:
     """The operating system refuses to write more than 100 kB into a file: as a full disk would, in the middle of one."""
     good = replicas(*TRAIN, "--out", "run", cwd=tmp_path, number=1)

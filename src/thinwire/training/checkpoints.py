@@ -105,7 +105,7 @@ class Checkpoints:
         self, run: RunState, state: Callable[[], dict[str, Any]], write_model: Callable[[Path], None], is_best: bool
     ) -> Path:
         """Write one, then let ``last``, and ``best`` if it is, point to it. All replicas raise if one could not write."""
-        partial, final = self._folder / f"{_name(run.step)}.partial", self._folder / _name(run.step)
+        partial, final = self._folder / f"{checkpoint_name(run.step)}.partial", self._folder / checkpoint_name(run.step)
         if self._slot is not None:
             self.is_keeper = self._find_keeper() == self._transport.replica
             self.clean()
@@ -150,8 +150,8 @@ class Checkpoints:
         steps = available_steps(self._folder.parent)
         # The one before the last is there for when the last turns out to be damaged.
         for step in steps[2:]:
-            if _name(step) not in kept:
-                shutil.rmtree(self._folder / _name(step), ignore_errors=True)
+            if checkpoint_name(step) not in kept:
+                shutil.rmtree(self._folder / checkpoint_name(step), ignore_errors=True)
 
     def load_run(self) -> tuple[Path, RunState]:
         """The newest checkpoint that every replica has and finds undamaged, and where the run was.
@@ -169,7 +169,7 @@ class Checkpoints:
             raise CheckpointError(f"--resume {self._folder.parent}: no checkpoint is there for all replicas ({lists})")
         problems: list[str] = []
         for step in sorted(common, reverse=True):
-            checkpoint = self._folder / _name(step)
+            checkpoint = self._folder / checkpoint_name(step)
             problems = [told for told in tell_problems(self._transport, self._damage_to(checkpoint)) if told]
             if not problems:
                 return checkpoint, self._checked(read_run(checkpoint, self._transport.replica))
@@ -189,7 +189,7 @@ class Checkpoints:
     def newest_here(self) -> tuple[Path, RunState] | None:
         """The newest undamaged checkpoint that this replica sees, without asking the others."""
         for step in available_steps(self._folder.parent):
-            checkpoint = self._folder / _name(step)
+            checkpoint = self._folder / checkpoint_name(step)
             damage = self._damage_to(checkpoint)
             if not damage:
                 with suppress(OSError, CheckpointError):  # the others may be about to remove it
@@ -236,7 +236,8 @@ def check_model(checkpoint: Path) -> None:
     check_files(checkpoint, writer, "model")
 
 
-def _name(step: int) -> str:
+def checkpoint_name(step: int) -> str:
+    """The folder of a step."""
     return f"step-{step:06d}"
 
 

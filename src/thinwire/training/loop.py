@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
-from thinwire.core.errors import CheckpointError, ExchangeError, TooFewReplicasError
+from thinwire.core.errors import CheckpointError, ExchangeError, NonFiniteGradientError, TooFewReplicasError
 from thinwire.exchange.signed import choose_transport
 from thinwire.exchange.transport import Elastic, Transport, elastic
 from thinwire.parallel.group import backend_name
@@ -24,7 +24,8 @@ from thinwire.training.checkpoints import Checkpoints, RunState, available_steps
 from thinwire.training.clock import Clock
 from thinwire.training.config import DECOUPLED_OPTIMIZERS
 from thinwire.training.config_file import as_toml
-from thinwire.training.errors import TrainingError
+from thinwire.training.divergence import check_loss, check_parameters, way_back
+from thinwire.training.errors import DivergedError, TrainingError
 from thinwire.training.evaluation import evaluate
 from thinwire.training.examples import Batch, Order, Stream
 from thinwire.training.job import (
@@ -48,6 +49,7 @@ from thinwire.training.reporter import Reporter
 from thinwire.training.shaping import join_over, words_for
 from thinwire.training.stopping import StopRequest
 from thinwire.training.text import TextData
+from thinwire.training.wording import count, method_words, replica_words
 
 _log = logging.getLogger("thinwire")
 _LOADING_ATTEMPTS = 3
@@ -89,7 +91,10 @@ def run_replica(job: Job, console: Console) -> Outcome | None:
         job = settle_folder(job, transport)
     with ExitStack() as stack:
         run = Run(job, device, transport, key, console, stack)
-        run.train()
+        try:
+            run.train()
+        except (DivergedError, NonFiniteGradientError) as error:
+            raise type(error)(f"{error}{way_back(job.folder)}") from error
         return run.outcome()
 
 
@@ -262,24 +267,15 @@ class Run:
 
     def _introduce(self) -> None:
         """Say what is about to be trained, and how."""
-        optim, num_replicas = self._config.optim, self._transport.num_replicas
-        rule = (
-            f" ({optim.update} rule, top {optim.topk} of {optim.chunk} x {optim.chunk})" if optim.optimizer == "demo" else ""
-        )
+        launch, num_replicas = self._config.launch, self._transport.num_replicas
         self._reporter.say(
             f"{self._config.model.architecture} with {num_parameters(self._model):,} parameters on {self._data.description}"
         )
         carrier = backend_name() if self._elastic is None else "gloo"
         backend = f" over {carrier}" if num_replicas > 1 else ""
-        replicas = _count(num_replicas, "replica")
-        if self._sharding is not None:
-            shape = self._sharding.shape
-            replicas = f"{_count(shape.replicate, 'replica')} of {shape.shard} ranks each"
-        if self._config.launch.islands:
-            size = self._config.launch.islands
-            replicas = f"{_count(num_replicas // size, 'island')} of {size} ranks each"
-        backend += (", signed" if num_replicas > 1 and self._key is not None else "") + words_for(self._config.launch)
-        self._reporter.say(f"{optim.optimizer}{rule}, {replicas} on {self._device.type}{backend}, run in {self._job.folder}")
+        backend += (", signed" if num_replicas > 1 and self._key is not None else "") + words_for(launch)
+        where = f"{replica_words(launch, num_replicas)} on {self._device.type}{backend}, run in {self._job.folder}"
+        self._reporter.say(f"{method_words(self._config.optim)}, {where}")
         if self.state.step:
             policy = self._job.residual
             momenta = ", with empty momenta" if policy == "zero" else "" if policy == "exact" else f", momenta by {policy!r}"
@@ -337,7 +333,7 @@ class Run:
             self.state = dataclasses.replace(self.state, step=self._attendance.step, position=position)
             self._stream.close()
             self._open_stream()
-        self._reporter.say(f"{members} replicas after step {self.state.step}{f', without {lost}' if lost else ''}")
+        self._reporter.say(f"{count(members, 'replica')} after step {self.state.step}{f', without {lost}' if lost else ''}")
         if lost and self._config.launch.on_loss == "stop":
             self._stop.ask()
         has_caught_up = has_stepped and not is_copy and not self._attendance.has_moved
@@ -423,6 +419,7 @@ class Run:
                 self._device,
                 self._autocast(),
             )
+        check_loss(f"the validation loss after step {self.state.step}", score.loss)
         best = self.state.best_loss
         is_best = self.state.step > 0 and (best is None or score.loss < best)
         self.state = dataclasses.replace(self.state, loss=score.loss, best_loss=score.loss if is_best else best)
@@ -430,6 +427,7 @@ class Run:
         return is_best
 
     def _save(self, is_best: bool, is_needed: bool) -> None:
+        check_parameters(self._model, self._transport, self.state.step)
         elapsed = self.state.elapsed_seconds + self.clock.elapsed_seconds
         state = dataclasses.replace(self.state, elapsed_seconds=elapsed)
         # All ranks take part in gathering, and rank 0 alone in writing.
@@ -487,7 +485,3 @@ class Run:
             stop_signal=self._stop.signal_number,
             is_first=self._is_first,
         )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
