@@ -121,6 +121,23 @@ def test_run_folders_and_checkpoints(here: Path, capsys: pytest.CaptureFixture[s
     assert "this is not a run folder" in line_of(["train", "--resume", "other"], capsys)
 
 
+def test_data_may_move_but_not_change_in_a_resumed_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "".join(f"line {number}\n" for number in range(300))
+    (here / "some.txt").write_text(text)
+    assert run([*TRAIN, "--dataset", "some.txt", "--out", "run"]) == 0
+    (here / "other.txt").write_text(text.replace("line 77", "LINE 77"))
+    (here / "shorter.txt").write_text(text[:-100])
+    more = ["train", "--resume", "run", "--steps", "4"]
+    capsys.readouterr()
+    for name in ("other.txt", "shorter.txt"):
+        line = line_of([*more, "--dataset", name], capsys)
+        assert f"dataset='{name}' is not what the run was trained on: it has " in line
+        assert "and that had 2,460 training and 130 validation tokens, fingerprint " in line
+    (here / "some.txt").rename(here / "moved.txt")
+    assert run([*more, "--dataset", "moved.txt"]) == 0
+    assert 'dataset = "moved.txt"' in (here / "run" / "config.toml").read_text()
+
+
 def test_a_run_that_diverges_leaves_checkpoints_of_use(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["--optimizer", "adamw", "--checkpoint-every", "1", "--out", "run"]
     assert run([*TRAIN, "--steps", "2", *common]) == 0

@@ -18,7 +18,7 @@ import secrets
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,11 @@ class RunState:
     sent_bytes: int
     received_bytes: int
     format: int = _FORMAT
+    data: str = ""
+    """What it is trained on, see `job.describe`. Empty: not written down, in older checkpoints."""
+    dense_bytes: float | None = None
+    """What all-reduces of float32 gradients would have sent, with as many replicas as there were at each step. None: not
+    counted, in older checkpoints."""
 
 
 class Checkpoints:
@@ -153,8 +158,9 @@ class Checkpoints:
             if checkpoint_name(step) not in kept:
                 shutil.rmtree(self._folder / checkpoint_name(step), ignore_errors=True)
 
-    def load_run(self) -> tuple[Path, RunState]:
-        """The newest checkpoint that every replica has and finds undamaged, and where the run was.
+    def load_run(self, reads_all: bool = False) -> tuple[Path, RunState]:
+        """The newest checkpoint that every replica has and finds undamaged, and where the run was. ``reads_all``: each needs
+        the states of all replicas, as far as they are here, and not its own alone.
 
         Replicas with disks of their own may have been killed when one had already given a new checkpoint its name.
         """
@@ -170,7 +176,7 @@ class Checkpoints:
         problems: list[str] = []
         for step in sorted(common, reverse=True):
             checkpoint = self._folder / checkpoint_name(step)
-            problems = [told for told in tell_problems(self._transport, self._damage_to(checkpoint)) if told]
+            problems = [told for told in tell_problems(self._transport, self._damage_to(checkpoint, reads_all)) if told]
             if not problems:
                 return checkpoint, self._checked(read_run(checkpoint, self._transport.replica))
             if self._transport.replica == 0 and step != min(common):
@@ -197,13 +203,14 @@ class Checkpoints:
             _log.warning("%s; the checkpoint before it is tried", damage)
         return None
 
-    def _damage_to(self, checkpoint: Path) -> str:
-        """What is wrong with this replica's files; empty if nothing is, or it has none there."""
-        own = f"replica-{self.number}"
+    def _damage_to(self, checkpoint: Path, reads_all: bool = False) -> str:
+        """What is wrong with the files that this replica reads: its own, or all where it has none or needs all; empty if
+        nothing is."""
+        here = {*self.replicas_here(checkpoint), *_writers(checkpoint)}
         try:
             read_run(checkpoint, self.number)
-            if (checkpoint / own).is_dir():
-                check_files(checkpoint, self.number, own)
+            for number in sorted(here) if reads_all or self.number not in here else (self.number,):
+                check_files(checkpoint, number, f"replica-{number}")
             if self._transport.replica == 0:
                 check_model(checkpoint)
         except (CheckpointError, OSError) as error:
@@ -231,9 +238,13 @@ class Checkpoints:
 
 def check_model(checkpoint: Path) -> None:
     """Refuse a checkpoint whose model is damaged; whoever was the first replica wrote it."""
-    writers = sorted(int(path.stem.removeprefix("files-")) for path in checkpoint.glob("files-*.json"))
-    writer = next((one for one in writers if listed_files(checkpoint, one, "model")), 0)
+    writer = next((one for one in _writers(checkpoint) if listed_files(checkpoint, one, "model")), 0)
     check_files(checkpoint, writer, "model")
+
+
+def _writers(checkpoint: Path) -> list[int]:
+    """Who has listed files here."""
+    return sorted(int(path.stem.removeprefix("files-")) for path in checkpoint.glob("files-*.json"))
 
 
 def checkpoint_name(step: int) -> str:
@@ -258,4 +269,9 @@ def read_run(checkpoint: Path, replica: int) -> RunState:
     facts = json.loads(found.read_text())
     if facts.get("format") != _FORMAT:
         raise CheckpointError(f"{checkpoint} has format {facts.get('format')!r}, this version reads {_FORMAT}")
+    unknown = facts.keys() - {fact.name for fact in fields(RunState)}
+    if unknown:
+        raise CheckpointError(
+            f"{found} has {min(unknown)!r}, of which this version knows nothing: use the one that wrote it"
+        )
     return RunState(**facts)

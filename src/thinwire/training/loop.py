@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,13 @@ from thinwire.training.errors import DivergedError, TrainingError
 from thinwire.training.evaluation import evaluate
 from thinwire.training.examples import Batch, Order, Stream
 from thinwire.training.job import (
-    Data,
     Job,
     agree,
     agree_on_key,
+    check_data,
     choose_device,
     common_facts,
+    describe,
     load_data,
     lock,
     seed_everything,
@@ -45,9 +45,11 @@ from thinwire.training.journal import Journal
 from thinwire.training.keys import read_key
 from thinwire.training.methods import Decoupled, Method, build_method, lr_share
 from thinwire.training.models import build_model, loss_of, num_parameters
+from thinwire.training.outcome import Outcome
 from thinwire.training.reporter import Reporter
 from thinwire.training.shaping import join_over, words_for
 from thinwire.training.stopping import StopRequest
+from thinwire.training.summary import dense_step_bytes
 from thinwire.training.text import TextData
 from thinwire.training.wording import count, method_words, replica_words
 
@@ -55,22 +57,6 @@ _log = logging.getLogger("thinwire")
 _LOADING_ATTEMPTS = 3
 # Where faults are expected, the last checkpoint is worth a minute's wait.
 _LAST_SAVE_ATTEMPTS, _LAST_SAVE_PAUSE = 6, 10.0
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended, for the report."""
-
-    job: Job
-    model: nn.Module
-    data: Data
-    device: torch.device
-    state: RunState
-    seconds: dict[str, float]
-    is_finished: bool
-    stop_signal: int
-    is_first: bool
-    """Whether it is this replica that tells the rest of the world."""
 
 
 def run_replica(job: Job, console: Console) -> Outcome | None:
@@ -118,6 +104,7 @@ class Run:
         has_early_sync = device.type == "cuda" and is_decoupled and transport.num_replicas > 1 and backend_name() == "gloo"
         self.clock = Clock(torch.cuda.synchronize if has_early_sync else None)
         self._data = load_data(self._config)
+        self._data_words = describe(self._data)
         self._elastic = elastic(transport)
         self._attendance: Attendance | None = None
         # Replicas that come and go have a slot each, which says what part of the data they see.
@@ -135,7 +122,8 @@ class Run:
         self._order = Order(*sizes, self._number, num_shares, self._config.run.seed)
         if self._elastic is None:
             checkpoint, self.state = self._find_start()
-            agree(self._config, self._data, self.state.step, transport)
+            agree(self._config, self._data_words, self.state.step, transport)
+            self._check_data()
             self._build(checkpoint)
         else:
             self._build_from_what_is_here()
@@ -153,7 +141,7 @@ class Run:
     def _begin_attendance(self, transport: Elastic) -> None:
         method = self.method
         assert isinstance(method, Decoupled)
-        facts, buffers = common_facts(self._config, self._data), list(self._model.buffers())
+        facts, buffers = common_facts(self._config, self._data_words), list(self._model.buffers())
         self._attendance = Attendance(transport, method.optimizer, buffers, facts)
         self._attendance.begin(self.state.step, self.state.position)
         self._attendance.news()
@@ -162,8 +150,8 @@ class Run:
     def _find_start(self) -> tuple[Path | None, RunState]:
         optimizer, num_replicas = self._config.optim.optimizer, self._transport.num_replicas
         if not self._job.resume:
-            return None, RunState(0, 0, num_replicas, optimizer, None, None, 0.0, 0, 0)
-        checkpoint, state = self._checkpoints.load_run()
+            return None, self._first_state(num_replicas)
+        checkpoint, state = self._checkpoints.load_run(reads_all=self._job.residual != "exact")
         if state.step >= self._config.schedule.steps:
             raise TrainingError(f"the run in {self._job.folder} is at its last step, {state.step}; --steps can add more")
         if state.optimizer != optimizer:
@@ -176,21 +164,30 @@ class Run:
             )
         return checkpoint, dataclasses.replace(state, num_replicas=num_replicas)
 
+    def _first_state(self, num_replicas: int) -> RunState:
+        optimizer = self._config.optim.optimizer
+        return RunState(0, 0, num_replicas, optimizer, None, None, 0.0, 0, 0, data=self._data_words, dense_bytes=0.0)
+
+    def _check_data(self) -> None:
+        check_data(self._config, self.state.data, self._data_words)
+        self.state = dataclasses.replace(self.state, data=self._data_words)
+
     def _build_from_what_is_here(self) -> None:
         """A replica that was started again begins with the last checkpoint, and gets what came after it from the others."""
-        launch, optimizer = self._config.launch, self._config.optim.optimizer
+        launch = self._config.launch
         for _ in range(_LOADING_ATTEMPTS):
             found = self._checkpoints.newest_here()
             if found is None:
                 break
             self.state = dataclasses.replace(found[1], num_replicas=launch.replicas)
+            self._check_data()
             try:
                 self._build(found[0])
                 return
             except (CheckpointError, OSError) as error:
                 # The others, who go on training, may just have replaced it by a newer one.
                 _log.warning("%s", error)
-        self.state = RunState(0, 0, launch.replicas, optimizer, None, None, 0.0, 0, 0)
+        self.state = self._first_state(launch.replicas)
         self._build(None)
 
     def _build(self, checkpoint: Path | None) -> None:
@@ -200,6 +197,7 @@ class Run:
 
     def _build_model(self, checkpoint: Path | None) -> None:
         self._model = build_model(self._config, sizes_of(self._data))
+        self._num_parameters = num_parameters(self._model)
         if checkpoint is not None and self._transport.replica == 0:
             # The others get the weights from replica 0, as at the beginning of any run.
             check_model(checkpoint)
@@ -269,7 +267,7 @@ class Run:
         """Say what is about to be trained, and how."""
         launch, num_replicas = self._config.launch, self._transport.num_replicas
         self._reporter.say(
-            f"{self._config.model.architecture} with {num_parameters(self._model):,} parameters on {self._data.description}"
+            f"{self._config.model.architecture} with {self._num_parameters:,} parameters on {self._data.description}"
         )
         carrier = backend_name() if self._elastic is None else "gloo"
         backend = f" over {carrier}" if num_replicas > 1 else ""
@@ -363,15 +361,18 @@ class Run:
 
     def count_step(self, step: int) -> None:
         """Count the step, and what of its time and bytes was the network's."""
-        traffic = self.method.traffic.last_step
+        traffic, dense_bytes = self.method.traffic.last_step, self.state.dense_bytes
         if self._waits_are_known:
             self.clock.move(traffic.wait_seconds, self.method.waits_in, "network")
+        if dense_bytes is not None:
+            dense_bytes += dense_step_bytes(self._config.launch, self._transport.num_replicas, self._num_parameters)
         self.state = dataclasses.replace(
             self.state,
             step=step,
             position=self._stream.position,
             sent_bytes=self.state.sent_bytes + traffic.sent_bytes,
             received_bytes=self.state.received_bytes + traffic.received_bytes,
+            dense_bytes=dense_bytes,
         )
         if self._attendance is not None:
             self._attendance.count(step, self._stream.position)

@@ -13,7 +13,8 @@ _FIXED = (
     *("optimizer", "update", "rest_update", "chunk", "topk", "topk_of", "values", "batch", "seed"),
     *("rank", "dense_steps", "local_steps", "fragments"),
 )
-_FREE = ("compile", "activation_checkpointing", "workers", "pretrained")
+# Where the data lies is not what it is, which the checkpoint knows.
+_FREE = ("compile", "activation_checkpointing", "workers", "pretrained", "dataset", "tokenizer")
 
 
 def saved_config(folder: Path) -> TrainConfig:
