@@ -22,7 +22,7 @@ from thinwire.training.config import DECOUPLED_OPTIMIZERS, PEERS, OptimConfig, S
 from thinwire.training.errors import TrainingError
 from thinwire.training.exchanges import settle_exchange
 from thinwire.training.galore import galore
-from thinwire.training.groups import decay_groups, split_hidden, trained, with_topk_of
+from thinwire.training.groups import decay_groups, decoupled_groups, split_hidden, trained
 from thinwire.training.settings import clip_, own_settings, parameters_of, set_lrs
 
 
@@ -111,7 +111,7 @@ class Decoupled:
         islands: dict[str, Any] | None = None,
     ) -> None:
         self.model = callable_model
-        groups = _decoupled_groups(config, model)
+        groups = decoupled_groups(config, model)
         common: dict[str, Any] = {"momentum_decay": config.momentum_decay, "chunk": config.chunk, "topk": config.topk}
         link = link_of(transport)
         if config.optimizer == "published":
@@ -176,16 +176,6 @@ class Decoupled:
         state = next(iter(states)) if residual == "exact" else assemble(self.optimizer, states, residual)
         with own_settings(self.optimizer):
             self.optimizer.load_state_dict(state)
-
-
-def _decoupled_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
-    named = list(model.named_parameters())
-    if not config.rest_update:
-        return with_topk_of(decay_groups(named, config.weight_decay), config.topk_of)
-    hidden, rest = split_hidden(model, named)
-    own = {"update": config.rest_update, "lr": config.rest_lr}
-    others = [{**group, **own} for group in decay_groups(rest, config.weight_decay)]
-    return with_topk_of([*decay_groups(hidden, config.weight_decay), *others], config.topk_of)
 
 
 class Averaged:

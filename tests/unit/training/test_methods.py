@@ -1,6 +1,7 @@
 """Every optimizer trains with the same loop; schedules and groups are what they say."""
 
 import sys
+from collections import OrderedDict
 from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from thinwire.exchange.loopback import run_replicas
 from thinwire.exchange.transport import SoloTransport, Transport
 from thinwire.planner.link_spec import parse_link
+from thinwire.training import exchanges
 from thinwire.training.config import OptimConfig, ScheduleConfig
 from thinwire.training.errors import TrainingError
 from thinwire.training.exchanges import settle_exchange
@@ -96,6 +98,19 @@ def test_a_known_link_decides_what_auto_is() -> None:
     assert chosen("1mbit", exchange="all_gather") == "all_gather"
     for left_to_demo in ({"overlap": True}, {"delay": 1}, {"num_replicas": 1}):
         assert chosen("1mbit", **left_to_demo) == "auto"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"topk_of": "0.weight=3,out=100"}, {"rest_update": "adamw"}, {"rest_update": "sign", "topk_of": "bias=2"}],
+)
+def test_what_auto_weighs_is_what_will_be_sent(changes: dict[str, Any]) -> None:
+    config = OptimConfig(update="muon", topk=7, chunk=16, **changes)
+    with torch.device("meta"):
+        model = nn.Sequential(OrderedDict({"0": nn.Linear(90, 70), "1": nn.Linear(70, 70), "out": nn.Linear(70, 90)}))
+        model[0].bias.requires_grad_(False)
+        built = Decoupled(config, model, model, SoloTransport()).optimizer.plan
+    assert exchanges._plan(config, model).payload_bytes == built.payload_bytes
 
 
 def test_overlap_changes_nothing_but_the_time() -> None:
