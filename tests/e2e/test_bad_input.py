@@ -116,7 +116,15 @@ def test_run_folders_and_checkpoints(here: Path, capsys: pytest.CaptureFixture[s
     assert run(more) == 0
     capsys.readouterr()
     shutil.rmtree(here / "run" / "checkpoints")
+    (here / "tokens.bin").write_bytes(bytes(range(256)) * 20)
+    too_small = ["--dataset", "tokens.bin", "--vocab-size", "300"]
     assert "no checkpoint is there for all replicas" in line_of(["train", "--resume", "run", "--steps", "9"], capsys)
+    assert "already holds a run: it has no checkpoint; name another folder" in line_of([*TRAIN, "--out", "run"], capsys)
+    # What failed before its first step leaves its folder to the next try.
+    assert "the tokenizer does not fit the data" in line_of([*TRAIN, *too_small, "--out", "new"], capsys)
+    assert (here / "new" / "config.toml").exists()
+    assert run([*TRAIN, "--out", "new"]) == 0
+    capsys.readouterr()
     (here / "other").mkdir()
     assert "this is not a run folder" in line_of(["train", "--resume", "other"], capsys)
 

@@ -153,9 +153,13 @@ def _choose_folder(asked: TrainCommand, place: Place) -> Path:
     is_launched = LAUNCHED in os.environ
     if place.local_replica == 0 and not is_launched and (folder / "config.toml").exists():
         from thinwire.training.checkpoints import available_steps
+        from thinwire.training.logs import read_rows
 
-        advice = f"go on with --resume {folder}, or name" if available_steps(folder) else "it has no checkpoint; name"
-        raise TrainingError(f"out={folder} already holds a run: {advice} another folder")
+        # One that failed before its first step has left nothing to go on with, and nothing to lose.
+        if available_steps(folder):
+            raise TrainingError(f"out={folder} already holds a run: go on with --resume {folder}, or name another folder")
+        if any(row["kind"] == "step" for row in read_rows(folder / "log.jsonl")):
+            raise TrainingError(f"out={folder} already holds a run: it has no checkpoint; name another folder")
     return folder
 
 
