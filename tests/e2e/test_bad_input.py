@@ -43,6 +43,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--dataset", "some.txt", "--architecture", "folder"], "architecture='folder' is not a model folder"),
         (["--architecture", "lama"], "did you mean 'llama'?"),
         (["--heads", "3"], "width=64 must be a multiple of heads=3"),
+        (["--heads", "64"], "width=64 must be an even multiple of heads=64: llama turns pairs"),
+        (["--beta2", "1", "--optimizer", "adamw"], "beta2 must be from 0 to below 1, got 1.0"),
+        (["--delay", "2"], "delay=2 must be 0 or 1"),
+        (["--look-ahead"], "look_ahead runs ahead of a delayed update: add --delay 1"),
+        (["--on-nonfinite", "skip", "--optimizer", "adamw"], "on_nonfinite is an option of optimizer=demo, not of adamw"),
+        (
+            ["--architecture", "resnet", "--optimizer", "muon", "--dataset", "digits", "--dry-run"],
+            "optimizer=muon has nothing to do",
+        ),
+        (["--out", "some.txt"], "replica 0 could not write some.txt/checkpoints: Not a directory"),
         (["--config", "nowhere.toml"], "--config nowhere.toml: No such file or directory"),
         (
             ["--config", "typo.toml"],
@@ -107,6 +117,7 @@ def test_run_folders_and_checkpoints(here: Path, capsys: pytest.CaptureFixture[s
     assert "is at its last step, 3; --steps can add more" in line_of(["train", "--resume", "run"], capsys)
     more = ["train", "--resume", "run", "--steps", "5"]
     assert "cannot change in a resumed run" in line_of([*more, "--width", "32"], capsys)
+    assert line_of([*more, "--exchange", "owner"], capsys).count("residual") == 1
     assert "use exact or zero" in line_of([*more, "--elastic", "--replicas", "2", "--residual", "sum"], capsys)
     state = next((here / "run" / "checkpoints" / "last" / "replica-0" / "state").glob("*.safetensors"))
     whole = state.read_bytes()
@@ -246,6 +257,15 @@ def test_print_config_is_a_file_that_can_be_used(here: Path, capsys: pytest.Capt
     assert capsys.readouterr().out == text
     assert "steps = 7\n" in text
     assert not (here / "runs").exists()
+
+
+def test_the_settings_of_a_run_folder_name_no_recipe(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "run").mkdir()
+    assert run(["train", "cnn", "--print-config"]) == 0
+    whole = capsys.readouterr().out
+    (here / "run" / "config.toml").write_text(whole)
+    assert run(["train", "--resume", "run", "--print-config"]) == 0
+    assert whole == 'recipe = "cnn"\n\n' + capsys.readouterr().out
 
 
 def test_dry_run_trains_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

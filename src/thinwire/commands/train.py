@@ -58,7 +58,9 @@ def command(arguments: list[str]) -> int:
     asked = parse(arguments)
     config, place = asked.settings, find_place(os.environ)
     if asked.print_config:
-        print(f'{RECIPE_KEY} = "{asked.recipe}"\n\n{as_toml(config)}', end="")
+        # A run folder has all settings, and does not know whose recipe they were.
+        recipe = f'{RECIPE_KEY} = "{asked.recipe}"\n\n' if asked.resume is None else ""
+        print(f"{recipe}{as_toml(config)}", end="")
         return 0
     num_replicas = _num_replicas(config, place, arguments)
     check(config, num_replicas)

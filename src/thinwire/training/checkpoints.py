@@ -30,6 +30,7 @@ from thinwire.exchange.transport import Transport, all_gather
 from thinwire.parallel.listing import check_files, list_files, listed_files, reason, tell_problems, together
 from thinwire.parallel.state_files import read_state, write_state
 from thinwire.training.config import UNSHARED_OPTIMIZERS
+from thinwire.training.wording import count
 
 _log = logging.getLogger("thinwire")
 _TOKEN_BYTES = 16
@@ -90,7 +91,8 @@ class Checkpoints:
             problem = f"replica {self.number} could not write {self._folder}: {reason(error)}"
         problems = [told for told in tell_problems(self._transport, problem) if told]
         if problems:
-            mark.unlink(missing_ok=True)
+            with suppress(OSError):  # where it could not be written, it can not be removed either
+                mark.unlink()
             raise CheckpointError(problems[0])
         seen = [int(path.name.removeprefix(prefix)) for path in self._folder.glob(prefix + "*")]
         tell_problems(self._transport, "")
@@ -187,8 +189,8 @@ class Checkpoints:
         saved, now = run.num_replicas, self._transport.num_replicas
         if run.optimizer in UNSHARED_OPTIMIZERS and saved != now:
             raise CheckpointError(
-                f"the checkpoint is of {saved} replicas, this run has {now}: with optimizer={run.optimizer} each replica "
-                f"has a state of its own, so start {saved}"
+                f"the checkpoint is of {count(saved, 'replica')}, this run has {now}: with optimizer={run.optimizer} each "
+                f"replica has a state of its own, so start {saved}"
             )
         return run
 

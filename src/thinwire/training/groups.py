@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from thinwire.training.errors import TrainingError
+
 if TYPE_CHECKING:
     from thinwire.training.config import OptimConfig
 
@@ -58,6 +60,16 @@ def split_hidden(model: nn.Module, named: list[Named]) -> tuple[list[Named], lis
     hidden = [(name, parameter) for name, parameter in named if parameter.dim() == 2 and id(parameter) not in outer]
     inside = {id(parameter) for _, parameter in hidden}
     return hidden, [(name, parameter) for name, parameter in named if id(parameter) not in inside]
+
+
+def split_for_muon(model: nn.Module) -> tuple[list[Named], list[Named]]:
+    """What Muon trains, which must be something, and what AdamW trains beside it."""
+    hidden, rest = split_hidden(model, trained(model))
+    if not hidden:
+        raise TrainingError(
+            "optimizer=muon has nothing to do: this model has no hidden matrices (convolutions do not count)"
+        )
+    return hidden, rest
 
 
 def decoupled_groups(config: "OptimConfig", model: nn.Module) -> list[dict[str, Any]]:

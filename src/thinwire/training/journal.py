@@ -30,10 +30,11 @@ class News:
 
 
 class Journal:
-    """Collects one replica's losses and exchanges them."""
+    """Collects one replica's losses and exchanges them. ``allows_nonfinite``: steps with losses that are no numbers are left
+    out by the optimizer, and do not end the run."""
 
-    def __init__(self, transport: Transport, num_steps: int) -> None:
-        self._transport = transport
+    def __init__(self, transport: Transport, num_steps: int, allows_nonfinite: bool = False) -> None:
+        self._transport, self._allows_nonfinite = transport, allows_nonfinite
         self._losses: list[Tensor] = []
         self._num_steps = num_steps
         self._next_exchange = num_steps + 1
@@ -72,6 +73,6 @@ class Journal:
 
     def _read(self, table: Tensor, first_step: int) -> News:
         losses: list[float] = table[:, _HEADER:].mean(dim=0).tolist()
-        for offset, loss in enumerate(losses):
+        for offset, loss in enumerate(losses if not self._allows_nonfinite else ()):
             check_loss(f"the loss of step {first_step + offset}", loss)
         return News(first_step, losses, bool((table[:, 0] != 0).any()), len(table))

@@ -43,6 +43,7 @@ from thinwire.training.job import (
 )
 from thinwire.training.journal import Journal
 from thinwire.training.keys import read_key
+from thinwire.training.logs import write_text
 from thinwire.training.methods import Decoupled, Method, build_method, lr_share
 from thinwire.training.models import build_model, loss_of, num_parameters
 from thinwire.training.outcome import Outcome
@@ -159,8 +160,8 @@ class Run:
         has_residual = optimizer in DECOUPLED_OPTIMIZERS
         if has_residual and state.num_replicas != num_replicas and self._job.residual == "exact":
             raise CheckpointError(
-                f"the checkpoint is of {state.num_replicas} replicas, this run has {num_replicas}: start as many, or let "
-                "--residual sum, mean, keep or zero say what is to become of their momenta"
+                f"the checkpoint is of {count(state.num_replicas, 'replica')}, this run has {num_replicas}: start as many, "
+                "or let --residual sum, mean, keep or zero say what is to become of their momenta"
             )
         return checkpoint, dataclasses.replace(state, num_replicas=num_replicas)
 
@@ -243,15 +244,20 @@ class Run:
         try:
             self.method.load_state_dict(states, self._job.residual)
         except CheckpointError as error:
-            advice = "; --residual sum, mean, keep or zero goes on with another mesh or number of replicas"
-            raise CheckpointError(f"{error}{advice if is_exact else ''}") from error
+            if not is_exact:
+                raise
+            # What follows is DeMo's advice to those who call it themselves.
+            problem = str(error).partition("; ")[0]
+            raise CheckpointError(
+                f"{problem}; --residual sum, mean, keep or zero goes on with another exchange, mesh or number of replicas"
+            ) from error
 
     def _start_reporting(self, console: Console, stack: ExitStack) -> None:
         if self._checkpoints.is_keeper:
             aside = self._job.folder / "config.toml.new"
             # Where to find the others is of this start, not of the run.
             launch = dataclasses.replace(self._config.launch, lighthouse="", slot=0)
-            aside.write_text(as_toml(dataclasses.replace(self._config, launch=launch)), encoding="utf-8")
+            write_text(aside, as_toml(dataclasses.replace(self._config, launch=launch)))
             aside.replace(self._job.folder / "config.toml")
         facts = (self._is_first, self._waits_are_known)
         self._reporter = Reporter(self._config, self._job.folder, self.state.step, *facts, console)
@@ -281,7 +287,7 @@ class Run:
 
     def train(self) -> None:
         """Step after step, until all are taken or somebody asks to stop."""
-        journal = Journal(self._transport, self.state.step)
+        journal = Journal(self._transport, self.state.step, self._config.optim.on_nonfinite == "skip")
         if self.state.step == 0 and self._attendance is None:
             self.score()
         is_done = False

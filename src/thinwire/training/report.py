@@ -13,7 +13,7 @@ from rich.table import Table
 from thinwire.core.errors import first_line
 from thinwire.parallel.mesh import shape_of
 from thinwire.training.history import Row
-from thinwire.training.logs import read_rows
+from thinwire.training.logs import read_rows, write_text
 from thinwire.training.models import num_parameters
 from thinwire.training.outcome import Outcome
 from thinwire.training.progress import format_clock
@@ -35,10 +35,10 @@ def finish(outcome: Outcome, console: Console) -> None:
         return
     rows = read_rows(folder / "log.jsonl")
     summary = summarise(outcome, rows)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
     sample = _sample(outcome, console)
     if sample:
-        (folder / "sample.txt").write_text(sample, encoding="utf-8")
+        write_text(folder / "sample.txt", sample)
     try:
         rebuild(folder, outcome.job.config, FINISHED)
     except Exception as error:  # no page is worth a run

@@ -246,8 +246,8 @@ def _load_shards(config: DataConfig) -> TextData:
 
 
 def _check_kind(folder: Path, files: list[Path]) -> None:
-    """Refuse a folder of texts among which there is some .bin file. Shards with texts beside them, as nanoGPT has them, are told
-    by their names or headers."""
+    """Refuse a folder of texts among which there is some .bin file. Shards with texts beside them, as nanoGPT has them, are
+    told by their names or headers."""
     texts = sorted(_files(folder, "*.txt", skip=()))
     if texts and not any(_IS_SHARD.search(file.stem) or _has_header(file) for file in files):
         raise TrainingError(

@@ -10,10 +10,10 @@ from thinwire.core.errors import AgreementError
 from thinwire.exchange.loopback import run_replicas
 from thinwire.exchange.transport import Transport
 from thinwire.parallel.place import Place
-from thinwire.training.config import DataConfig, TrainConfig
+from thinwire.training.config import DataConfig, LaunchConfig, TrainConfig
 from thinwire.training.errors import TrainingError
 from thinwire.training.job import Job, agree, agree_on_key, describe, lock, settle_folder
-from thinwire.training.shaping import agree_on_link
+from thinwire.training.shaping import agree_on_link, join_over
 from thinwire.training.text import load_text
 
 
@@ -117,3 +117,8 @@ def test_all_or_none_resume() -> None:
         return str(error.value)
 
     assert run_replicas(work, 2) == ["of replicas 0 and 1 one was started with --resume and the other without"] * 2
+
+
+def test_nccl_is_for_gpus() -> None:
+    with pytest.raises(TrainingError, match="backend=nccl: NCCL is for GPUs, and this is a cpu; use --backend gloo or auto"):
+        join_over(LaunchConfig(backend="nccl"), Place(num_replicas=2), torch.device("cpu"))

@@ -1,5 +1,6 @@
 """Every optimizer trains with the same loop; schedules and groups are what they say."""
 
+import math
 import sys
 from collections import OrderedDict
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from thinwire.core.errors import NonFiniteGradientError
 from thinwire.exchange.loopback import run_replicas
 from thinwire.exchange.transport import SoloTransport, Transport
 from thinwire.planner.link_spec import parse_link
@@ -65,6 +67,19 @@ def test_robust_combination_is_passed_on() -> None:
         decoding = method.optimizer._decoding
         assert decoding.clips is changes.get("clip_to_median", False)
         assert decoding.combine == changes.get("combine", "mean_over_replicas")
+
+
+def test_gradients_that_are_no_numbers_are_left_out_if_asked() -> None:
+    for on_nonfinite in ("raise", "skip"):
+        model = net()
+        method = build_method(OptimConfig(on_nonfinite=on_nonfinite), model, model, SoloTransport())  # type: ignore[arg-type]
+        assert isinstance(method, Decoupled)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, math.nan)
+        with nullcontext() if on_nonfinite == "skip" else pytest.raises(NonFiniteGradientError):
+            method.step()
+        assert method.optimizer.num_skipped_steps == (on_nonfinite == "skip")
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def test_the_exchange_is_passed_on() -> None:
