@@ -3,7 +3,6 @@
 import hashlib
 
 import torch
-import torch.distributed as dist
 
 from thinwire.core.errors import AgreementError
 from thinwire.exchange.transport import Transport, all_gather
@@ -20,9 +19,8 @@ def join_over(launch: LaunchConfig, place: Place, device: torch.device) -> Trans
     """Meet the other replicas and return the way to reach them, over the link that ``launch`` names, if it does."""
     # NCCL does not tell the host when an exchange ends, so that it could not be held back.
     backend = "gloo" if launch.link and launch.backend == "auto" else launch.backend
-    if backend == "nccl" and place.num_replicas > 1 and (device.type != "cuda" or not dist.is_nccl_available()):
-        problem = "this torch has no NCCL" if device.type == "cuda" else f"NCCL is for GPUs, and this is a {device.type}"
-        raise TrainingError(f"backend=nccl: {problem}; use --backend gloo or auto")
+    if backend == "nccl" and place.num_replicas > 1 and device.type != "cuda":
+        raise TrainingError(f"backend=nccl: NCCL is for GPUs, and this is a {device.type}; use --backend gloo or auto")
     transport = join(place, device, backend, launch.timeout_seconds)
     agree_on_link(launch.link, transport)
     return shape(transport, parse_link(launch.link), launch.timeout_seconds) if launch.link else transport
