@@ -31,6 +31,8 @@ from thinwire.wire.payload import HEADER_WORDS, Header, Trouble, Verdict
 
 _log = logging.getLogger("thinwire")
 _POLL_SECONDS = 2e-4
+# Of a replica that gave up: it does not say what it would have done, and takes no part in finding out who differs.
+_NO_DIGEST = bytes(16)
 
 
 class Attempt:
@@ -165,7 +167,7 @@ class Attempt:
     def give_up_(self) -> None:
         """After an error of this replica's own: send what it still owes, marked as worthless."""
         self.has_given_up = True
-        headers = [replace(self.header, bucket=bucket.index, gave_up=True) for bucket, _ in self._buckets]
+        headers = [_given_up(self.header.step, self.header.replica, bucket) for bucket, _ in self._buckets]
         self.said[self.num_sent :] = headers[self.num_sent :]
         try:
             for (bucket, encoding), header in list(zip(self._buckets, headers, strict=True))[self.num_sent :]:
@@ -220,10 +222,11 @@ class Attempt:
         received.update(repr(sorted(self.refused)).encode())
         if is_catching_up and any(header.digest != self.header.digest for header in headers):
             raise ExchangeError(f"step {self.header.step} is not one that this replica can follow")
-        _compare_digests(headers, self.header, self.description, metered(self._transport, self._traffic))
-        for header in headers:
-            if header.gave_up:
-                raise ExchangeError(f"replica {header.replica} gave up step {header.step} because of an error of its own")
+        gave_up = [header for header in headers if header.gave_up]
+        if all(header.digest != _NO_DIGEST for header in gave_up):
+            _compare_digests(headers, self.header, self.description, metered(self._transport, self._traffic))
+        for header in gave_up:
+            raise ExchangeError(f"replica {header.replica} gave up step {self.header.step} because of an error of its own")
         self.received = received.hexdigest()
         return headers
 
@@ -237,6 +240,11 @@ class Attempt:
         """Where the host says whose payloads count: the device may have found one of them damaged, and would apply none."""
         self._local.set_verdict_(Verdict.FINE)
         self.apply_(decoding)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of its tensors; the optimizer may have another plan by now."""
+        return self._local.names
 
     @property
     def left_out(self) -> list[tuple[int, PayloadError]]:
@@ -322,6 +330,29 @@ def _trace(tensor: LocalTensor) -> tuple[Tensor | None, float]:
     return gradient, float(local_of(gradient).norm()) if is_sharded(tensor.source) else float(gradient._version)
 
 
+def _given_up(step: int, replica: int, bucket: Bucket) -> Header:
+    return Header(_NO_DIGEST, step, replica, bucket.index, gave_up=True)
+
+
+def give_up_(route: Route, replica: int) -> None:
+    """Send what the others wait for, marked as worthless, where there is no attempt that could."""
+    headers = [_given_up(0, replica, bucket) for bucket in route.buckets]
+    for _, room, _ in _exchange_headers(route, headers):
+        room.wait()
+
+
+def _exchange_headers(route: Route, headers: Sequence[Header]) -> list[tuple[Bucket, Encoding, Header]]:
+    """Begin to exchange messages with nothing but headers in them."""
+    rooms = [route.room(bucket) for bucket in route.buckets]
+    buckets = list(zip(route.buckets, rooms, headers, strict=True))
+    for bucket, room, own in buckets:
+        open_(room.payload_B, own)
+        route.start_(bucket, room, own)
+    for bucket, room, own in buckets:
+        route.turn_(bucket, room, own, ())
+    return buckets
+
+
 def announce_plan(
     old_route: Route, header: Header, description: Sequence[str], transport: Transport, traffic: Traffic
 ) -> None:
@@ -330,15 +361,8 @@ def announce_plan(
     They may not know of it, and expect messages of the old sizes: so they get those, given up, with the new digest.
     """
     mine = [replace(header, bucket=bucket.index, gave_up=True) for bucket in old_route.buckets]
-    rooms = [old_route.room(bucket) for bucket in old_route.buckets]
-    buckets = list(zip(old_route.buckets, rooms, mine, strict=True))
-    for bucket, room, own in buckets:
-        open_(room.payload_B, own)
-        old_route.start_(bucket, room, own)
-    for bucket, room, own in buckets:
-        old_route.turn_(bucket, room, own, ())
     headers = []
-    for bucket, room, own in buckets:
+    for bucket, room, own in _exchange_headers(old_route, mine):
         with traffic.waiting():
             room.wait()
         inspect_(old_route.forms(bucket, room), room.payloads_RB, room.findings_RW)

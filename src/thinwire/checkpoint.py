@@ -4,15 +4,16 @@ The parameters and the state of the update rules are the same on every replica; 
 own. So a checkpoint says whose it is, and by default is refused by any other.
 """
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from thinwire.core.errors import CheckpointError
+from thinwire.core.errors import CheckpointError, check_int
 from thinwire.core.update_rules import UPDATE_RULES
 from thinwire.exchange.plan import first_difference
-from thinwire.options import STRUCTURAL_OPTIONS
+from thinwire.options import STRUCTURAL_OPTIONS, check_group
 from thinwire.ownership import FIRST, RESIDUAL
 from thinwire.planning import specs_of
 
@@ -53,9 +54,8 @@ def load(optimizer: "DeMo", state_dict: dict[str, Any], residual: str) -> None:
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = pre_hook(optimizer, state_dict) or state_dict
     wanted = check(optimizer, state_dict, residual)
-    kept_back = {*STRUCTURAL_OPTIONS, "params", "param_names"}
     for mine, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        mine.update({name: value for name, value in theirs.items() if name not in kept_back})
+        mine.update(copy.deepcopy(_taken(theirs)))  # a learning rate may be a tensor, which its scheduler changes in place
     for tensor, value in wanted:
         if value is None:
             tensor.zero_()
@@ -82,9 +82,13 @@ def check_form(state_dict: dict[str, Any]) -> dict[str, Any]:
             f"this is not a checkpoint of thinwire.DeMo: it needs the keys {KEY!r}, state, param_groups (torch's "
             "get_state_dict drops the first; use thinwire.parallel.distributed_checkpoint)"
         )
-    saved: dict[str, Any] = state_dict[KEY]
-    if saved.get("format") != FORMAT:
-        raise CheckpointError(f"the checkpoint has format {saved.get('format')!r}, this version reads {FORMAT}")
+    saved = state_dict[KEY]
+    found = saved.get("format") if isinstance(saved, dict) else None
+    if not isinstance(saved, dict) or found != FORMAT:
+        raise CheckpointError(f"the checkpoint has format {found!r}, this version reads {FORMAT}")
+    for name, kind in {"replica": int, "num_replicas": int, "plan": list, "num_skipped_steps": int}.items():
+        if not isinstance(saved.get(name), kind):
+            raise CheckpointError(f"the checkpoint has {saved.get(name)!r} as {name}: it is damaged")
     return saved
 
 
@@ -110,6 +114,18 @@ def _check_groups(optimizer: "DeMo", state_dict: dict[str, Any]) -> None:
     mine = [len(group["params"]) for group in optimizer.param_groups]
     if saved != mine:
         raise CheckpointError(f"the checkpoint's groups hold {saved} parameters, this optimizer's hold {mine}")
+    for index, (own, theirs) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"], strict=True)):
+        try:
+            check_group({**own, **_taken(theirs)})
+            check_int("num_steps", theirs.get("num_steps"), 0)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"group {index} of the checkpoint: {error}") from error
+
+
+def _taken(group: dict[str, Any]) -> dict[str, Any]:
+    """What of a saved group replaces this optimizer's own."""
+    kept_back = {*STRUCTURAL_OPTIONS, "params", "param_names"}
+    return {name: value for name, value in group.items() if name not in kept_back}
 
 
 def _check_state(
@@ -121,7 +137,9 @@ def _check_state(
     wanted: list[tuple[Tensor, Tensor | None]] = []
     for index, (parameter, rule) in enumerate(zip(parameters, rules, strict=True)):
         for name in ("momentum", *UPDATE_RULES[rule].state_names) if parameter in optimizer.state else ():
-            mine = optimizer.state[parameter][name]
+            mine = optimizer.state[parameter].get(name)
+            if mine is None:  # frozen since before its group had this rule
+                continue
             if name == "momentum" and residual == "zero":
                 wanted.append((mine, None))
                 continue
@@ -132,6 +150,8 @@ def _check_state(
                     f"the checkpoint has {found} as {name} of parameter {index}, this optimizer needs "
                     f"{tuple(mine.shape)} {mine.dtype}"
                 )
+            if not bool(torch.isfinite(theirs).all()):
+                raise CheckpointError(f"the checkpoint has NaN or Inf in {name} of parameter {index}")
             wanted.append((mine, theirs))
         if RESIDUAL in optimizer.state.get(parameter, {}):
             wanted.append(_owner_residual(optimizer.state[parameter], saved_state.get(index, {}), residual))

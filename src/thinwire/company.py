@@ -2,12 +2,13 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.attempt import Attempt, announce_plan
+from thinwire.attempt import Attempt, announce_plan, give_up_
 from thinwire.core.errors import ThinwireError, check_float
 from thinwire.exchange.agreement import AllGather, hold_roll_call
 from thinwire.exchange.collective import is_distributed
@@ -106,6 +107,17 @@ class Company:
             # All replicas must change their plan at the same step, and must learn it if one of them did not.
             announce_plan(self._agreed_route, *header(), self.transport, self.traffic)
         self._agreed_plan, self._agreed_route = plan, route
+
+    @contextmanager
+    def given_up_on_error(self, island: Island) -> Iterator[None]:
+        """If this rank fails inside, before it has an attempt, the other ranks of its island will give theirs up: so its
+        counterparts in other islands, too, must get what they wait for."""
+        try:
+            yield
+        except Exception as error:  # who is interrupted should not wait for others
+            if not (island.is_one_rank or self.is_alone or isinstance(error, ThinwireError)):
+                give_up_(self._agreed_route, self.transport.replica)
+            raise
 
     def first_troubled(self, attempt: Attempt, parameters: Sequence[Tensor]) -> Header | None:
         """What keeps a replica from a step; None: all can take it. Raises on every replica if they must not go on."""

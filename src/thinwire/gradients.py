@@ -46,7 +46,7 @@ def _first_nonfinite(gradients: Sequence[tuple[int, Tensor]]) -> int:
     for (_, dtype), found in alike.items():  # one pass over those that are alike, and one wait
         wide = torch.promote_types(dtype, torch.float32)
         norms = torch._foreach_norm([gradient for _, gradient in found], 2, dtype=wide)
-        is_finite = torch.stack(norms).isfinite().tolist()
+        is_finite = torch.stack(norms).float().square().isfinite().tolist()  # float64 has no larger limit than float32
         bad += [index for (index, _), fine in zip(found, is_finite, strict=True) if not fine]
     return min(bad, default=-1)
 

@@ -5,6 +5,7 @@ Each stack of a bucket is handled by a backend: `TorchStack`, the readable one, 
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -85,7 +86,7 @@ class LocalStep:
         island: Island | None = None,
     ) -> None:
         self.tensors, self._decoding, self.island = tensors, decoding, island or Island(())
-        self._names = [spec.name for spec in plan.tensors]
+        self.names = [spec.name for spec in plan.tensors]
         self.backends: set[str] = set()
         """Those in use."""
         self.verdicts: dict[torch.device, Tensor] = {}
@@ -106,7 +107,7 @@ class LocalStep:
     def replicated(self) -> list[tuple[str, Tensor]]:
         """All that must be the same on all replicas, with names."""
         found = []
-        for name, local in zip(self._names, self.tensors, strict=True):
+        for name, local in zip(self.names, self.tensors, strict=True):
             found.append((name, local.parameter.detach()))
             found += [(f"{name} ({kind})", state) for kind, state in local.rule_state.items()]
         return found
@@ -175,9 +176,15 @@ class LocalStep:
 
     def encode_(self, bucket: Bucket, groups: Sequence[GroupStep], encoding: Encoding) -> None:
         """Encode every stack of a bucket, see `StackStep.encode_`. Header and checksum are left to the caller."""
-        for stack in bucket.stacks:
-            encoding.begun.append(stack)
-            self.steps[stack].encode_(groups[stack.group], encoding.payload_B)
+        with self._own_precision(bucket):
+            for stack in bucket.stacks:
+                encoding.begun.append(stack)
+                self.steps[stack].encode_(groups[stack.group], encoding.payload_B)
+
+    def _own_precision(self, bucket: Bucket) -> AbstractContextManager[None]:
+        """The caller may be inside `torch.autocast`, which would make the products coarser."""
+        kind = self._payload_device(bucket).type
+        return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
     def undo_(self, bucket: Bucket, groups: Sequence[GroupStep], encoding: Encoding) -> None:
         """Take `encode_` back, see `StackStep.undo_`; where the fused backend runs, if the verdict is against the step."""
@@ -201,8 +208,9 @@ class LocalStep:
     def apply_(self, bucket: Bucket, groups: Sequence[GroupStep], payloads_RB: Tensor, decoding: Decoding) -> None:
         """Apply everyone's payloads to the parameters, see `StackStep.apply_`; where the fused backend runs, unless the
         verdict is against the step."""
-        for stack in bucket.stacks:
-            self.steps[stack].apply_(groups[stack.group], payloads_RB, decoding)
+        with self._own_precision(bucket):
+            for stack in bucket.stacks:
+                self.steps[stack].apply_(groups[stack.group], payloads_RB, decoding)
         self.island.spread_(bucket)
 
     def set_verdict_(self, verdict: Verdict) -> None:

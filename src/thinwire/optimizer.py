@@ -144,9 +144,8 @@ class DeMo(Optimizer):
         check_group(group_options)
         self._is_ready = False
         super().__init__(params, group_options)
-        self._num_skipped_steps = 0
         self._unsettled: Attempt | None = None
-        self._turn, self._timeout_seconds = 0, timeout_seconds
+        self._num_skipped_steps, self._turn, self._timeout_seconds = 0, 0, timeout_seconds
         self._company = Company(process_group, transport, timeout_seconds, secret, islands_for(exchange, islands))
         self._transport, self.traffic = self._company.transport, self._company.traffic
         self.refused_payloads = self._company.refused
@@ -237,8 +236,9 @@ class DeMo(Optimizer):
         attempt = self._overlap.take() if self._overlap is not None else None
         with self._delay.settled_on_error(self._finish), self.island.told_of_failure():
             if attempt is None:
-                self._prepare()
-                attempt = self._attempt()
+                with self._company.given_up_on_error(self.island):
+                    self._prepare()
+                    attempt = self._attempt()
             else:
                 is_scaled = getattr(self, "found_inf", None) is not None
                 check_nothing_changed(attempt, self._plan, self._header()[0].digest, is_scaled)
@@ -269,7 +269,7 @@ class DeMo(Optimizer):
         if troubled is not None:
             attempt.take_back_()
             self._ended(None)
-            self._handle_trouble(troubled)
+            self._handle_trouble(troubled, attempt.names)
             return
         with self._delay.at_true_parameters(self._local.tensors):
             attempt.apply_late_(self._decoding)
@@ -317,7 +317,7 @@ class DeMo(Optimizer):
         self._ended(attempt if troubled is None else None)
         if troubled is not None:
             self._count(-1)
-            self._handle_trouble(troubled)
+            self._handle_trouble(troubled, attempt.names)
         elif attempt.refused:
             attempt.apply_late_(self._decoding)
 
@@ -400,9 +400,9 @@ class DeMo(Optimizer):
         value = getattr(self, name, None)
         return None if value is None else float(value)
 
-    def _handle_trouble(self, header: Header) -> None:
+    def _handle_trouble(self, header: Header, names: Sequence[str]) -> None:
         """Raise, or say that the step is skipped."""
-        tell_trouble(header, [spec.name for spec in self._plan.tensors], self._on_nonfinite == "raise")
+        tell_trouble(header, names, self._on_nonfinite == "raise")
         self._num_skipped_steps += 1
 
     def _description(self, is_of_step: bool = True) -> list[str]:
@@ -452,6 +452,7 @@ class DeMo(Optimizer):
         """Check the groups, which schedulers and users write to, and rebuild the plan if need be."""
         for group in self.param_groups:
             check_group(group)
+        planning.check_codings(self._plan, self.param_groups)
         if planning.signature_of(self.param_groups, self.state) != self._planned_signature:
             self._rebuild()
 

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -38,13 +39,28 @@ ON_BAD_PAYLOAD = ("drop", "raise")
 _FOREIGN_KEYS = frozenset({"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "num_steps"})
 # Options of other optimizers, which would be ignored in silence.
 _OTHERS_OPTIONS = frozenset(
-    {"momentum", "dampening", "nesterov", "amsgrad", "foreach", "fused", "capturable", "differentiable", "alpha", "rho"}
+    {
+        *("momentum", "dampening", "nesterov", "amsgrad", "foreach", "fused", "capturable", "differentiable", "alpha"),
+        *("rho", "learning_rate", "wd", "beta1", "beta2"),
+    }
 )
+# Of the constructor: in a group they would be ignored, too.
+_OF_ALL_GROUPS = frozenset(
+    {
+        *("combine", "clip_to_median", "exact_decode", "on_bad_payload", "on_nonfinite", "check_drift_every", "on_drift"),
+        *("exchange", "owner_topk", "process_group", "transport", "islands", "secret", "sync_parameters"),
+        *("timeout_seconds", "num_buckets", "overlap", "delay", "look_ahead", "backend"),
+    }
+)
+# A schedule that ends at 0 may end a rounding error below it.
+_NEARLY_ZERO = 1e-12
 
 
 def check_group(group: Mapping[str, Any]) -> None:
     """Raise a `TypeError` or `ValueError` that names the option, its value and what is allowed."""
     for key in group.keys() - _OPTIONS - _FOREIGN_KEYS:
+        if key in _OF_ALL_GROUPS:
+            raise ValueError(f"a parameter group has the option {key!r}, which is for all groups: pass it to DeMo itself")
         near = difflib.get_close_matches(key, sorted(_OPTIONS), n=1, cutoff=0.5 if key in _OTHERS_OPTIONS else 0.85)
         if near or key in _OTHERS_OPTIONS:
             hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(_OPTIONS))}"
@@ -70,9 +86,11 @@ def check_group(group: Mapping[str, Any]) -> None:
 
 
 def lr_of(group: Mapping[str, Any]) -> object:
-    """The learning rate; schedulers may keep it as a tensor."""
+    """The learning rate; schedulers may keep it as a tensor, or make a number of numpy's of it."""
     lr = group["lr"]
-    return float(lr) if isinstance(lr, Tensor) and lr.numel() == 1 else lr
+    if isinstance(lr, bool) or not (isinstance(lr, Real) or (isinstance(lr, Tensor) and lr.numel() == 1)):
+        return lr
+    return 0.0 if -_NEARLY_ZERO < float(lr) < 0 else float(lr)
 
 
 def check_parameter(parameter: Tensor, name: str) -> None:
@@ -86,7 +104,7 @@ def check_parameter(parameter: Tensor, name: str) -> None:
 def coding_of(group: Mapping[str, Any]) -> Coding:
     """The part of a group that the plan needs."""
     values = _AUTO_VALUES[group["update"]] if group["values"] == "auto" else group["values"]
-    return Coding(group["chunk"], group["topk"], values, group["layout"], group["dense_below"])
+    return Coding(int(group["chunk"]), int(group["topk"]), values, group["layout"], int(group["dense_below"]))
 
 
 def settings_lines(index: int, group: Mapping[str, Any]) -> list[str]:

@@ -31,6 +31,9 @@ _NO_SHARES: Mapping[Tensor, Share] = MappingProxyType({})
 def specs_of(group: Group, index: int, shares: Mapping[Tensor, Share] = _NO_SHARES) -> Iterator[tuple[TensorSpec, Tensor]]:
     """The parameters of a group, in order; of those in ``shares``, this rank's share."""
     names = group.get("param_names") or [f"parameter {place} of group {index}" for place in range(len(group["params"]))]
+    if len(names) != len(group["params"]):
+        words = f"group {index} has {len(group['params'])} parameters and {len(names)} names"
+        raise ValueError(f"{words}; add parameters with add_param_group")
     for name, parameter in zip(names, group["params"], strict=True):
         shape, part = tuple(local_of(parameter).shape), part_of(parameter)
         if parameter in shares:
@@ -50,6 +53,15 @@ def signature_of(groups: Sequence[Group], state: State) -> list[object]:
             tensor = (id(parameter), parameter.requires_grad, local.shape, parameter.dtype, local.device)
             signature.append((*tensor, kept))
     return signature
+
+
+def check_codings(plan: ExchangePlan, groups: Sequence[Group]) -> None:
+    """Refuse another cut than the momenta were made for, which may even have the same shape."""
+    for index, (planned, group) in enumerate(zip(plan.codings, groups, strict=True)):
+        for name in ("chunk", "layout", "dense_below"):
+            before, now = getattr(planned, name), getattr(coding_of(group), name)
+            if before != now:
+                raise ValueError(f"{name} of group {index} cannot change during training: it was {before}, got {now}")
 
 
 class Owning(NamedTuple):

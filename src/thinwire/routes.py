@@ -263,6 +263,8 @@ class Owners:
         self._answering.apply_(answers, groups, room.joined_B[None], for_answers(decoding))
         for owned in self._owned[bucket.index]:
             owned.commit_()
+        for stack in bucket.stacks:
+            self._local.steps[stack].forget()  # only `answering` has applied something
 
     def _return_slices_(self, bucket: Bucket, room: OwnerRoom, owners: Collection[int]) -> None:
         for owner, slice_B in enumerate(room.sent_RB):

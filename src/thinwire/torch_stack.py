@@ -200,7 +200,7 @@ def _directions(
 ) -> Iterator[Tensor]:
     """The update direction of all chunks of each tile, (C, row_edge, col_edge), valid until the next one is asked for."""
     layout, codec = slab.pieces[0].layout, stack.codec
-    are_votes = decoding.are_votes(codec.value_name)
+    largest = 1.0 if decoding.has_known_scale(codec.value_name, len(messages)) else None
     is_plain = len(messages) == 1 and not layout.dense and not decoding.is_exact and decoding.combine != "majority_vote"
     if is_plain and 2 * codec.num_kept <= layout.row_edge + layout.col_edge:
         indices_CK, values_CK = messages[0]  # alone, nothing is combined, and few coefficients need little arithmetic
@@ -214,7 +214,7 @@ def _directions(
         shape = (tile.num_chunks, codec.num_elements)
         combined_CE = combine(mine, scratch.take("first", shape, slab.dtype, slab.device), decoding.combine)
         if decoding.is_exact:
-            yield inverse_exact_(combined_CE, layout, scratch, 1.0 if are_votes else None)
+            yield inverse_exact_(combined_CE, layout, scratch, largest)
         else:
             yield transform.inverse_(combined_CE, layout, scratch)
 

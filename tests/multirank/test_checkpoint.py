@@ -112,11 +112,40 @@ def test_other_replicas_counts_plans_and_files_are_refused_and_change_nothing() 
     refuse(alone, torch.optim.AdamW(build().parameters()).state_dict(), "not a checkpoint of thinwire.DeMo")
     refuse(alone, {**alone.state_dict(), "thinwire": {"format": 9}}, "format 9")
     refuse(alone, {**alone.state_dict(), "param_groups": []}, "groups hold")
+    refuse(alone, {**alone.state_dict(), "thinwire": []}, "format None")
+    refuse(alone, {**alone.state_dict(), "thinwire": {**alone.state_dict()["thinwire"], "plan": 3}}, "3 as plan")
+    for name, value in {"lr": -1.0, "num_steps": "7", "momentum_decay": 2.0, "betas": 3}.items():
+        spoilt = alone.state_dict()
+        spoilt["param_groups"][0] = {**spoilt["param_groups"][0], name: value}
+        refuse(alone, spoilt, f"group 0 of the checkpoint: {name}")
+    spoilt = through_a_file(alone.state_dict())
+    spoilt["state"][1]["momentum"][0, 0] = torch.nan
+    refuse(alone, spoilt, "NaN or Inf in momentum of parameter 1")
     lost = alone.state_dict()
     lost["state"] = {index: {"momentum": state["momentum"]} for index, state in lost["state"].items()}
     refuse(alone, lost, "nothing as second_moment of parameter 0")
     with pytest.raises(ValueError, match=r"residual='kep'.*did you mean 'keep'"):
         alone.load_state_dict(alone.state_dict(), residual="kep")
+
+
+def test_a_tensor_learning_rate_is_not_shared_with_the_checkpoint() -> None:
+    _, optimizer, _ = train(0, 1, **OPTIONS)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    saved = optimizer.state_dict()
+    _, other, _ = train(0, 1, **OPTIONS)
+    other.load_state_dict(saved)
+    other.param_groups[0]["lr"].mul_(0.1)
+    assert float(optimizer.param_groups[0]["lr"]) == float(saved["param_groups"][0]["lr"]) == 0.5
+
+
+def test_a_rule_that_changed_while_a_layer_was_frozen_does_not_matter_to_a_checkpoint() -> None:
+    model, optimizer, _ = train(0, 2, **OPTIONS)
+    model.wide.requires_grad_(False)
+    optimizer.param_groups[0]["update"] = "lion"
+    train_step(model, optimizer, 2, 0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    train_step(model, optimizer, 3, 0)
+    assert optimizer.num_steps == 4
 
 
 def test_the_residual_may_be_kept_or_dropped_by_choice() -> None:

@@ -169,6 +169,14 @@ def scaled(model: nn.Module, optimizer: DeMo, replica: int) -> None:
     scaler.step(optimizer)
 
 
+def unscaled(model: nn.Module, optimizer: DeMo, replica: int) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    images, labels = batch(0, replica)
+    scaler.scale(nn.functional.cross_entropy(model(images), labels)).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
 def saving(model: nn.Module, optimizer: DeMo, replica: int) -> None:
     gradients(model, 0, replica)
     optimizer.state_dict()
@@ -193,6 +201,7 @@ def late_accumulation(model: nn.Module, optimizer: DeMo, replica: int) -> None:
             r"got another gradient after the first was sent; call backward inside `with optimizer\.acc",
         ),
         (scaled, "before the GradScaler could unscale them"),
+        (unscaled, "before the GradScaler could unscale them"),
         (saving, r"a step that was not taken yet; call step\(\) first"),
         (late_accumulation, r"accumulate\(\) after a backward whose gradients were sent; call step\(\) first"),
     ],

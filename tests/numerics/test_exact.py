@@ -143,6 +143,26 @@ def test_every_backend_and_device_finds_the_same_bits(
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True)), backend
 
 
+@pytest.mark.parametrize("num_replicas", [1, 4, 32])
+@pytest.mark.parametrize("combine", MEANS)
+def test_few_signs_are_not_those_of_real_arithmetic(combine: str, num_replicas: int) -> None:
+    """However many replicas votes are divided by."""
+    cpu, shapes = torch.device("cpu"), [(128, 128)]
+    plan = plan_for(shapes, values="sign", chunk=64, topk=32)
+    parameters, momenta = [torch.zeros(128, 128)], momenta_for(plan, cpu)
+    payloads_RB = torch.stack([payload_of(plan, parameters, momenta_for(plan, cpu)) for _ in range(num_replicas)])
+    directions = []
+    for is_exact in (True, False):
+        local = LocalTensor(nn.Parameter(parameters[0].double()), momenta[0].clone())
+        step = LocalStep(plan, [local], "torch")
+        with torch.no_grad():
+            step.apply_(plan.buckets[0], [group_step("sgd")], payloads_RB, Decoding(combine, is_exact))
+        directions.append(local.parameter)
+    exact, real = directions
+    assert (exact.sign() != real.sign()).double().mean() < 0.006
+    assert torch.cosine_similarity(exact.flatten(), real.flatten(), dim=0) > 0.9999
+
+
 @pytest.mark.parametrize("values", ["int4", "int8"])
 def test_a_value_of_0_is_no_vote(values: str, device: torch.device) -> None:
     """One coefficient so large that the sender's others round to 0: these are no votes against the other's."""

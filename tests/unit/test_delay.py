@@ -178,14 +178,13 @@ def test_parameters_come_back_after_a_failure() -> None:
         _, optimizer, parameter = follow(transport, delay=1, look_ahead=True)
         if transport.replica == 1:
             return
+        optimizer.step()  # applies the last exchange, and sends one that nobody answers
         with pytest.raises(ExchangeError):
-            for _ in range(2):
-                optimizer.step()
+            optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
         loaded = torch.zeros_like(parameter)
         parameter.data.copy_(loaded)
-        optimizer.load_state_dict(optimizer.state_dict())
-        with pytest.raises(ExchangeError):
-            optimizer.drain() or optimizer.check_drift()
+        optimizer.drain()  # nothing is under way, and nothing comes back
         assert torch.equal(parameter, loaded)
 
     run_replicas(work, 2, timeout_seconds=2)

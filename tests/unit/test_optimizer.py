@@ -1,13 +1,15 @@
 """`DeMo` as a torch optimizer, with one replica."""
 
 import copy
+import inspect
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
 from tests.training import SmallNet, build, flat, train, train_step
 from thinwire import DeMo, NonFiniteGradientError, disable_gradient_sync
@@ -132,7 +134,7 @@ def test_an_option_changed_on_the_way_takes_effect() -> None:
     assert optimizer.plan.buckets[0].stacks[0].codec.num_kept == 8
     assert "second_moment" in optimizer.state[parameter]
     optimizer.param_groups[0]["chunk"] = 8
-    with pytest.raises(ValueError, match="chunk, layout and dense_below cannot change"):
+    with pytest.raises(ValueError, match="chunk of group 0 cannot change during training: it was 4, got 8"):
         optimizer.step()
 
 
@@ -181,6 +183,63 @@ def test_schedulers_and_tensor_learning_rates_work() -> None:
     optimizer.step()
     lr = 0.1 * (1 + math.cos(math.pi / 10)) / 2
     assert (parameter - before).abs().max().item() == pytest.approx(lr, rel=1e-4)
+
+
+def test_a_schedule_may_end_a_rounding_error_below_zero_and_numbers_may_be_numpys() -> None:
+    parameter, optimizer = one(lr=0.1, topk=np.int64(4), momentum_decay=np.float32(0.5))
+    scheduler = LinearLR(optimizer, end_factor=0.0, total_iters=100)
+    for _ in range(101):
+        optimizer.step()
+        scheduler.step()
+    optimizer.param_groups[0]["lr"] = np.float32(0.5)
+    before = parameter.detach().clone()
+    optimizer.step()
+    assert (parameter - before).abs().max().item() == pytest.approx(0.5, rel=1e-4)
+    optimizer.param_groups[0]["lr"] = -1e-6
+    with pytest.raises(ValueError, match="lr must be a finite number from 0"):
+        optimizer.step()
+
+
+def test_a_layer_unfrozen_late_begins_with_steps_of_the_usual_length() -> None:
+    layers = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    layers[1].requires_grad_(False)
+    optimizer = DeMo(layers.parameters(), lr=1e-3, update="adamw", values="float32", dense_below=0, chunk=8, topk=64)
+    for step in range(60):
+        layers[1].requires_grad_(step == 59)
+        before = layers[1].weight.detach().clone()
+        optimizer.zero_grad()
+        layers(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+    assert (layers[1].weight - before).abs().max().item() == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_the_caller_may_be_inside_autocast() -> None:
+    results = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        parameter, optimizer = one((32, 48), update="muon")
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            optimizer.step()
+        results.append(parameter.detach())
+    assert torch.equal(*results)
+
+
+def test_another_cut_is_refused_also_where_the_momentum_would_fit() -> None:
+    parameter, optimizer = one((64,), chunk=64, dense_below=100)
+    optimizer.step()
+    before = parameter.detach().clone()
+    optimizer.param_groups[0]["dense_below"] = 0
+    with pytest.raises(ValueError, match="dense_below of group 0 cannot change during training: it was 100, got 0"):
+        optimizer.step()
+    assert torch.equal(parameter, before)
+
+
+def test_parameters_that_were_added_without_a_name_are_refused() -> None:
+    model = build()
+    optimizer = DeMo(model.named_parameters())
+    optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(3)))
+    with pytest.raises(ValueError, match=r"parameters and \d+ names; add parameters with add_param_group"):
+        optimizer.step()
 
 
 def test_gradient_accumulation_and_clipping_are_seen_as_plain_gradients() -> None:
@@ -250,6 +309,10 @@ def test_large_gradients_never_spoil_the_momentum(values: str) -> None:
     parameter.grad = torch.full((100, 100), 1e37)
     with pytest.raises(NonFiniteGradientError):
         optimizer.step()
+    wide = nn.Parameter(torch.zeros(8, 8, dtype=torch.float64))
+    wide.grad = torch.full_like(wide, 1e33)
+    with pytest.raises(NonFiniteGradientError):
+        DeMo([wide], values=values, update="sgd").step()
 
 
 def test_sparse_gradients_are_refused() -> None:
@@ -305,6 +368,11 @@ def test_bad_parameters_are_named() -> None:
         DeMo([{"params": [nn.Parameter(torch.zeros(2))], "topkk": 3}])
     with pytest.raises(ValueError, match="unknown option 'momentum'; did you mean 'momentum_d"):
         DeMo([{"params": [nn.Parameter(torch.zeros(2))], "momentum": 0.9}])
+    with pytest.raises(ValueError, match="unknown option 'learning_rate'"):
+        DeMo([{"params": [nn.Parameter(torch.zeros(2))], "learning_rate": 0.9}])
+    for option in set(inspect.signature(DeMo).parameters) - {"params", *one()[1].defaults}:
+        with pytest.raises(ValueError, match=f"has the option '{option}', which is for all groups"):
+            DeMo([{"params": [nn.Parameter(torch.zeros(2))], option: None}])
     DeMo([{"params": [nn.Parameter(torch.zeros(2))], "lr_scale": 0.9}])
     twice = nn.Parameter(torch.zeros(2))
     with pytest.raises(ValueError, match="same parameter twice"), pytest.warns(UserWarning, match="duplicate"):

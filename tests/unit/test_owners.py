@@ -1,5 +1,6 @@
 """The owner exchange, with replicas as threads: same bits, nothing lost, faults, checkpoints."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -33,6 +34,18 @@ def test_replicas_end_bit_identical(num_replicas: int, update: str) -> None:
 
     first, *rest = run_replicas(work, num_replicas)
     assert all(torch.equal(first, other) for other in rest)
+
+
+def test_gradients_are_let_go_after_a_step() -> None:
+    def work(transport: LoopbackTransport) -> None:
+        model = build()
+        optimizer = DeMo(model.parameters(), lr=1e-2, transport=transport, exchange="owner", chunk=16, topk=8)
+        train_step(model, optimizer, 0, transport.replica)
+        gradients = [weakref.ref(parameter.grad) for parameter in model.parameters()]
+        optimizer.zero_grad()
+        assert [gradient() for gradient in gradients] == [None] * len(gradients)
+
+    run_replicas(work, 2)
 
 
 def test_overlap_and_buckets_give_the_same_bits() -> None:

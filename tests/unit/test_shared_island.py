@@ -205,7 +205,7 @@ class _Fails:
         raise MemoryError("no room")
 
 
-@pytest.mark.parametrize("where", ["begin", "encode", "average"])
+@pytest.mark.parametrize("where", ["prepare", "begin", "encode", "average"])
 def test_a_rank_that_fails_stops_all_at_once_and_training_can_go_on(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it has sent anything; between two payloads; and in the middle of a bucket's average."""
     monkeypatch.setattr(shared_island, "MOST_ELEMENTS", 500)
@@ -217,6 +217,7 @@ def test_a_rank_that_fails_stops_all_at_once_and_training_can_go_on(where: str, 
             if step == 2 and transport.replica == 1:
                 island: Any = optimizer.island
                 places: dict[str, tuple[Any, str, int]] = {
+                    "prepare": (optimizer, "_refresh", 0),
                     "begin": (optimizer, "_attempt", 0),
                     "encode": (optimizer._local, "encode_", 1),
                     "average": (island, "_fill_", 2),
@@ -227,20 +228,18 @@ def test_a_rank_that_fails_stops_all_at_once_and_training_can_go_on(where: str, 
                 outcomes.append("stepped")
             except (MemoryError, ExchangeError) as error:
                 outcomes.append(str(error))
-                if where == "begin":
-                    break  # its counterparts had to wait for their deadline, after which a wire is not used again
         return outcomes, flat(model)
 
-    patience = 2.0 if where == "begin" else 20.0
-    results = run_islands(work, 2, 2, patience, num_buckets=3)
+    results = run_islands(work, 2, 2, 20.0, num_buckets=3)
+    is_early = where in ("prepare", "begin")
     for rank, (outcomes, found) in enumerate(results):
         assert outcomes[:2] == ["stepped"] * 2
         said = {1: "no room", 3: "replica 0 gave up step 3"}.get(rank, "another rank of this replica could not take step 3")
-        if where == "begin" and rank != 1:
-            said = "another rank of this island could not go on" if rank == 0 else ""
+        if is_early and rank in (0, 2):
+            said = ["another rank of this island could not go on", "", "replica 0 gave up step 3"][rank]
         assert said in outcomes[2]
         assert torch.equal(found, results[0][1])
-        assert outcomes[3:] == ([] if where == "begin" else ["stepped"])
+        assert outcomes[3:] == ["stepped"]
 
 
 def test_an_option_that_differs_inside_an_island_is_named() -> None:
@@ -260,6 +259,24 @@ def test_an_option_that_differs_inside_an_island_is_named() -> None:
         assert said[0] == "stepped"
         assert "inside an island" in said[1]
         assert "replica 0 has [group 0 lr: 0.25], replica 1 has [group 0 lr: 0.5]" in said[1]
+
+
+def test_an_option_that_differs_in_one_island_stops_the_others_too_and_training_can_go_on() -> None:
+    def work(transport: LoopbackTransport, model: Shapes, optimizer: DeMo) -> list[str]:
+        said = []
+        for step in range(3):
+            set_gradients(model, step, transport.replica)
+            optimizer.param_groups[0]["lr"] = 0.5 if (step, transport.replica) == (1, 1) else 0.25
+            try:
+                optimizer.step()
+                said.append("stepped")
+            except ThinwireError as error:
+                said.append(str(error))
+        return said
+
+    for rank, said in enumerate(run_islands(work, 2, 2, 20.0)):
+        assert said[::2] == ["stepped"] * 2
+        assert ("inside an island" if rank < 2 else "replica 0 gave up step 2") in said[1]
 
 
 def test_an_option_that_differs_on_one_rank_stops_all() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from thinwire import cli
+from thinwire.studies.q4_why_k import MemoryTrial
 from thinwire.studies.questions import STUDIES
 from thinwire.studies.results import best_folder, book_of, folder_for, stored, write_summary
 from thinwire.studies.study import SIZES, Claim, Finding, Study
@@ -86,6 +87,19 @@ def test_studies_run_at_once_and_plan_by_their_rows(tmp_path: Path) -> None:
     assert sorted(names) == ["one", "one", "other", "other"]
     for name, folder in folders.items():
         assert [row["trial"]["settings"]["seed"] for row in Rows(folder).rows] == [0, 1], name
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_what_several_studies_want_is_trained_once(at_once: int, tmp_path: Path) -> None:
+    """Unless one of them measures something of its own."""
+    wanted = Trial("quickstart", 2, settings={**TINY, "steps": 2, "eval_every": 2})
+    own = MemoryTrial(**vars(wanted))
+    trials = {"one": wanted, "other": wanted, "own": own}
+    books = [Book(name, Rows(tmp_path / name), lambda _, trial=trial: [trial]) for name, trial in trials.items()]  # type: ignore[misc]
+    assert sorted(book.name for book, _ in run_all(books, CPU, at_once)) == ["one", "other", "own"]
+    one, other, measured = (Rows(tmp_path / name).rows[0] for name in trials)
+    assert other in (one, measured)
+    assert "memory" in measured
 
 
 def test_what_others_have_trained_is_kept_when_a_training_cannot_be_built(tmp_path: Path) -> None:

@@ -36,6 +36,11 @@ class Decoding(NamedTuple):
         """Whether each value counts as 1 or -1 (or 0), so that no combined coefficient can be larger than 1."""
         return self.combine == "majority_vote" or value_name == "sign"
 
+    def has_known_scale(self, value_name: str, num_replicas: int) -> bool:
+        """Whether combined coefficients may be rounded as numbers up to 1. Votes may, unless they are divided by the number
+        of replicas, of which only a few send the same coefficient: then most are much smaller."""
+        return self.are_votes(value_name) and (self.combine != "mean_over_replicas" or num_replicas == 1)
+
     def clips_values(self, value_name: str) -> bool:
         """Whether values written in this way are scaled. Votes of the codec sign have one size already."""
         return self.clips and value_name != "sign"

@@ -8,7 +8,7 @@ edges above 64); what lies between the two products is rounded to 11 bits:
     D = A'^T T               and D, times a power of two, is the direction
 
 ``l`` is such that no partial sum, of whatever chunk, leaves the 24 bits in which float32 holds every integer exactly: so no
-order of additions, no fused multiply-add and no TF32 or float16 unit can change it. About 0.1 % of the signs of D are not
+order of additions, no fused multiply-add and no TF32 or float16 unit can change it. About 0.3 % of the signs of D are not
 those of real arithmetic, the ones nearest to 0 (docs/reliability.md). Chunks with edges above 128, which would leave too few
 bits, are computed in float64 instead.
 """

@@ -151,7 +151,8 @@ def update(parameter: Tensor, d: Tensor, state: dict[str, Tensor], rule: str, lr
     elif rule == "sgd":
         parameter -= lr * d
     elif rule == "adamw":
-        state["v"] = 0.99 * state.get("v", torch.zeros_like(d)) + 0.01 * d**2
+        v = state.get("v", torch.zeros_like(d))
+        state["v"] = torch.where(v == 0, (1 - 0.99**step) * d**2, 0.99 * v + 0.01 * d**2)
         parameter -= lr * d / ((state["v"] / (1 - 0.99**step)).sqrt() + 1e-8)
     elif rule == "lion":
         average = state.get("m", torch.zeros_like(d))

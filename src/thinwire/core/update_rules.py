@@ -44,9 +44,15 @@ def sgd_(p: Tensor, d: Tensor, state: dict[str, Tensor], hyper: Hyper) -> None:
 
 
 def adamw_(p: Tensor, d: Tensor, state: dict[str, Tensor], hyper: Hyper) -> None:
-    """``p <- p - lr * d / (sqrt(v) + eps)`` with v the bias-corrected mean of d^2 (decay ``betas[1]``)."""
+    """``p <- p - lr * d / (sqrt(v) + eps)`` with v the bias-corrected mean of d^2 (decay ``betas[1]``).
+
+    The correction is that of the group's steps. An element that is new at a later one, in a layer unfrozen then, begins with
+    what makes v its own d^2: from 0 its first steps would be up to ``1 / sqrt(1 - beta)`` times too long."""
     second_moment, beta = state["second_moment"], hyper.betas[1]
-    second_moment.mul_(beta).add_((d * d).mul_(1 - beta))
+    is_new, squares = second_moment == 0, d * d
+    first = squares * (1 - beta**hyper.step)
+    second_moment.mul_(beta).add_(squares.mul_(1 - beta))
+    second_moment.copy_(torch.where(is_new, first, second_moment))
     # A tensor, since a GPU would multiply by the rounded inverse of a number.
     correction = torch.full((), 1 - beta**hyper.step, dtype=d.dtype, device=d.device)
     denominator = _rounded_sqrt(second_moment / correction).add_(hyper.eps)

@@ -94,7 +94,7 @@ def _apply_rule(
         step = d * lr
     if RULE == "adamw":
         moment = load_tile(first_ptr, in_tile, FULL)
-        moment = moment * beta2 + d * d * rest2
+        moment = tl.where(moment == 0, d * d * correction, moment * beta2 + d * d * rest2)
         store_tile(first_ptr, moment, in_tile, FULL)
         step = tl.div_rn(d, tl.sqrt_rn(tl.div_rn(moment, correction + d * 0)) + eps) * lr
     if RULE == "lion":
@@ -112,10 +112,10 @@ def _round(x):
 
 
 @triton.jit
-def _exact_inverse(q, row_basis, col_basis, IS_VOTE: tl.constexpr, DROP: tl.constexpr, UNIT: tl.constexpr):
+def _exact_inverse(q, row_basis, col_basis, HAS_KNOWN_SCALE: tl.constexpr, DROP: tl.constexpr, UNIT: tl.constexpr):
     """`core.exact.inverse_exact_`, with 8 bits: integers that float16 holds, and sums that float32 holds."""
     up, down = 256.0, UNIT  # no vote is larger than 1
-    if not IS_VOTE:
+    if not HAS_KNOWN_SCALE:
         largest = tl.max(tl.max(tl.abs(q), axis=1), axis=0)
         exponent = ((largest.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23) - 127
         exponent = tl.minimum(tl.maximum(exponent, _LEAST_EXPONENT), _MOST_EXPONENT)
@@ -148,7 +148,7 @@ def _decode_kernel(
     HAS_SCALE: tl.constexpr, BATCH: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_LANES: tl.constexpr,
     COUNTER_BITS: tl.constexpr, TILE_WORDS: tl.constexpr, VOTES: tl.constexpr, MAJORITY: tl.constexpr,
     OVER_SENDERS: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, EXACT_DROP: tl.constexpr,
-    EXACT_UNIT: tl.constexpr, EXACT_DIVISION: tl.constexpr,
+    EXACT_UNIT: tl.constexpr, EXACT_SCALE: tl.constexpr, EXACT_DIVISION: tl.constexpr,
 ):  # fmt: skip
     """A batch of chunks at a time: first all that was sent for them, into tiles of scratch memory, then the products."""
     last_of_all = tl.where(tl.load(verdict_ptr) == 0, last_of_all, first_of_all)
@@ -227,12 +227,12 @@ def _decode_kernel(
                 divisor = direction * 0 + num_replicas
                 if OVER_SENDERS:
                     divisor = tl.maximum(num_senders, 1).to(tl.float32)
-                # Products in TF32 are less exact than a quick division is; and a vote is rounded to 8 bits next, which the
-                # last bit of a quotient of numbers below 512 cannot change.
+                # Products in TF32 are less exact than a quick division is; and a vote of known scale is rounded to 8 bits
+                # next, which the last bit of a quotient of numbers below 512 cannot change.
                 direction = tl.div_rn(direction, divisor) if EXACT_DIVISION else direction / divisor
             if not DENSE:
                 if EXACT:
-                    direction = _exact_inverse(direction, row_basis, col_basis, VOTES, EXACT_DROP, EXACT_UNIT)
+                    direction = _exact_inverse(direction, row_basis, col_basis, EXACT_SCALE, EXACT_DROP, EXACT_UNIT)
                 else:
                     direction = tl.dot(direction, col_basis, input_precision=PRECISION)
                     direction = tl.dot(row_basis, direction, input_precision=PRECISION)
@@ -292,7 +292,7 @@ def decode_(
     is_exact, scales = decoding.is_exact and not cut.dense, scales_of(cut.row_edge, cut.col_edge)
     exact_bits = scales.basis_bits if is_exact else 0
     lanes = num_lanes(codec)
-    votes = decoding.are_votes(codec.value_name)
+    votes, has_known_scale = decoding.are_votes(codec.value_name), decoding.has_known_scale(codec.value_name, num_replicas)
     counter_bits = 4 if num_replicas < 16 else 8 if num_replicas < 256 else 16
     tile_words = triton.cdiv(cut.num_elements, 16) * (counter_bits if votes else 32)
     batch = _power_of_2_below(min(_MOST_IN_BATCH, _BATCH_WORDS // tile_words, _LANES_AT_ONCE // lanes))
@@ -328,7 +328,8 @@ def decode_(
             EXACT=is_exact,
             EXACT_DROP=scales.drop,
             EXACT_UNIT=2.0**scales.unit,
-            EXACT_DIVISION=cut.dense or (is_exact and (not votes or num_replicas >= 512)),
+            EXACT_SCALE=has_known_scale,
+            EXACT_DIVISION=cut.dense or (is_exact and (not has_known_scale or num_replicas >= 512)),
             num_warps=cut.num_warps,
             num_stages=1,
             enable_fp_fusion=False,

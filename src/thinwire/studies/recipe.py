@@ -194,7 +194,8 @@ def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
         axes.set_xticks([])
         room_for_labels(axes, 0.8)
         title(axes, set_up, "", "validation loss (nats per byte)")
-    return {"recipe.png": Drawing(page, "Last validation loss of every seed, each method at its best learning rate.")}
+    caption = "Last validation loss of every seed, each method at the best learning rate of those tried."
+    return {"recipe.png": Drawing(page, caption)}
 
 
 STUDY = Study(

@@ -160,7 +160,7 @@ class Rows:
 
     def add(self, row: Row) -> None:
         """Append a row to the file, in one write; with its commit, since a folder may have rows of several."""
-        row = {**row, "commit": _commit()}
+        row = {"commit": _commit(), **row}
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self.rows:
             (self.folder / "environment.json").write_text(json.dumps(environment(), indent=1) + "\n")
@@ -199,11 +199,14 @@ def run_all(
     books: Sequence[Book], device: torch.device, at_once: int = 1, deadline: float = math.inf
 ) -> Iterator[tuple[Book, Row]]:
     """Run what is due, in the order of the books, and yield rows as they come; ``at_once`` in processes of their own. After
-    the ``deadline`` (of `time.monotonic`) none is begun."""
+    the ``deadline`` (of `time.monotonic`) none is begun. What several books want is trained once."""
     if at_once == 1:
         for book in books:
-            while time.monotonic() < deadline and (due := book.due):
-                row = due[0].run(device)
+            while due := book.due:
+                row = _shared_row(due[0], books)
+                if row is None and time.monotonic() >= deadline:
+                    break
+                row = due[0].run(device) if row is None else row
                 book.rows.add(row)
                 yield book, row
         return
@@ -225,11 +228,13 @@ def run_all(
     with ProcessPoolExecutor(at_once, get_context("spawn"), initializer=_begin_worker) as pool:
         try:
             while True:
-                under_way = {(book.name, key) for book, key in running.values()}
-                waiting = ((book, one) for book in books for one in book.due if (book.name, one.key) not in under_way)
+                yield from _shared_rows(books)
+                under_way = {key for _, key in running.values()}
+                waiting = ((book, one) for book in books for one in book.due if _key_of(one) not in under_way)
                 while len(running) < at_once and time.monotonic() < deadline and (found := next(waiting, None)) is not None:
                     book, trial = found
-                    running[pool.submit(_run_in_worker, trial, str(device))] = (book, trial.key)
+                    running[pool.submit(_run_in_worker, trial, str(device))] = (book, _key_of(trial))
+                    under_way.add(_key_of(trial))
                 if not running:
                     return
                 yield from finished()
@@ -237,6 +242,27 @@ def run_all(
             while running:
                 with suppress(Exception):
                     list(finished())
+
+
+def _key_of(trial: Trial) -> str:
+    """The same for trainings of which one is enough."""
+    return f"{type(trial).__name__} {trial.key}"
+
+
+def _shared_row(trial: Trial, books: Sequence[Book]) -> Row | None:
+    """That of another book; but not for a trial that also measures something of its own."""
+    if type(trial) is not Trial:
+        return None
+    return next((row for book in books for row in book.rows.rows if row["trial"] == trial.facts), None)
+
+
+def _shared_rows(books: Sequence[Book]) -> Iterator[tuple[Book, Row]]:
+    """Give every book what is due there and another has."""
+    for book in books:
+        # What a row makes due may be there, too.
+        while found := next((row for one in book.due if (row := _shared_row(one, books)) is not None), None):
+            book.rows.add(found)
+            yield book, found
 
 
 def _begin_worker() -> None:
