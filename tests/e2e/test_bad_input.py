@@ -43,6 +43,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--dataset", "some.txt", "--architecture", "folder"], "architecture='folder' is not a model folder"),
         (["--architecture", "lama"], "did you mean 'llama'?"),
         (["--heads", "3"], "width=64 must be a multiple of heads=3"),
+        (["--heads", "64"], "width=64 must be an even multiple of heads=64: llama turns pairs"),
+        (["--beta2", "1", "--optimizer", "adamw"], "beta2 must be from 0 to below 1, got 1.0"),
+        (["--delay", "2"], "delay=2 must be 0 or 1"),
+        (["--look-ahead"], "look_ahead runs ahead of a delayed update: add --delay 1"),
+        (["--on-nonfinite", "skip", "--optimizer", "adamw"], "on_nonfinite is an option of optimizer=demo, not of adamw"),
+        (
+            ["--architecture", "resnet", "--optimizer", "muon", "--dataset", "digits", "--dry-run"],
+            "optimizer=muon has nothing to do",
+        ),
+        (["--out", "some.txt"], "replica 0 could not write some.txt/checkpoints: Not a directory"),
         (["--config", "nowhere.toml"], "--config nowhere.toml: No such file or directory"),
         (
             ["--config", "typo.toml"],
@@ -107,6 +117,7 @@ def test_run_folders_and_checkpoints(here: Path, capsys: pytest.CaptureFixture[s
     assert "is at its last step, 3; --steps can add more" in line_of(["train", "--resume", "run"], capsys)
     more = ["train", "--resume", "run", "--steps", "5"]
     assert "cannot change in a resumed run" in line_of([*more, "--width", "32"], capsys)
+    assert line_of([*more, "--exchange", "owner"], capsys).count("residual") == 1
     assert "use exact or zero" in line_of([*more, "--elastic", "--replicas", "2", "--residual", "sum"], capsys)
     state = next((here / "run" / "checkpoints" / "last" / "replica-0" / "state").glob("*.safetensors"))
     whole = state.read_bytes()
@@ -116,9 +127,49 @@ def test_run_folders_and_checkpoints(here: Path, capsys: pytest.CaptureFixture[s
     assert run(more) == 0
     capsys.readouterr()
     shutil.rmtree(here / "run" / "checkpoints")
+    (here / "tokens.bin").write_bytes(bytes(range(256)) * 20)
+    too_small = ["--dataset", "tokens.bin", "--vocab-size", "300"]
     assert "no checkpoint is there for all replicas" in line_of(["train", "--resume", "run", "--steps", "9"], capsys)
+    assert "already holds a run: it has no checkpoint; name another folder" in line_of([*TRAIN, "--out", "run"], capsys)
+    # What failed before its first step leaves its folder to the next try.
+    assert "the tokenizer does not fit the data" in line_of([*TRAIN, *too_small, "--out", "new"], capsys)
+    assert (here / "new" / "config.toml").exists()
+    assert run([*TRAIN, "--out", "new"]) == 0
+    capsys.readouterr()
     (here / "other").mkdir()
     assert "this is not a run folder" in line_of(["train", "--resume", "other"], capsys)
+
+
+def test_data_may_move_but_not_change_in_a_resumed_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "".join(f"line {number}\n" for number in range(300))
+    (here / "some.txt").write_text(text)
+    assert run([*TRAIN, "--dataset", "some.txt", "--out", "run"]) == 0
+    (here / "other.txt").write_text(text.replace("line 77", "LINE 77"))
+    (here / "shorter.txt").write_text(text[:-100])
+    more = ["train", "--resume", "run", "--steps", "4"]
+    capsys.readouterr()
+    for name in ("other.txt", "shorter.txt"):
+        line = line_of([*more, "--dataset", name], capsys)
+        assert f"dataset='{name}' is not what the run was trained on: it has " in line
+        assert "and that had 2,460 training and 130 validation tokens, fingerprint " in line
+    (here / "some.txt").rename(here / "moved.txt")
+    assert run([*more, "--dataset", "moved.txt"]) == 0
+    assert 'dataset = "moved.txt"' in (here / "run" / "config.toml").read_text()
+
+
+def test_a_run_that_diverges_leaves_checkpoints_of_use(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["--optimizer", "adamw", "--checkpoint-every", "1", "--out", "run"]
+    assert run([*TRAIN, "--steps", "2", *common]) == 0
+    capsys.readouterr()
+    kept = {name: os.readlink(here / "run" / "checkpoints" / name) for name in ("last", "best")}
+    back = "--resume run goes on after step 2 (after step 1 without run/checkpoints/step-000002)"
+    resume = ["train", "--resume", "run", "--steps", "9", "--lr", "1e39"]
+    line = line_of([*resume, "--eval-every", "100"], capsys)
+    assert f"the parameters have NaN or Inf after step 3: try a smaller --lr or a longer warm-up; {back}" in line
+    line = line_of([*resume, "--eval-every", "1"], capsys)
+    assert f"the validation loss after step 3 is nan: try a smaller --lr or a longer warm-up; {back}" in line
+    assert kept == {name: os.readlink(here / "run" / "checkpoints" / name) for name in ("last", "best")}
+    assert run(["train", "--resume", "run", "--steps", "4", "--lr", "1e-3"]) == 0
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
@@ -206,6 +257,15 @@ def test_print_config_is_a_file_that_can_be_used(here: Path, capsys: pytest.Capt
     assert capsys.readouterr().out == text
     assert "steps = 7\n" in text
     assert not (here / "runs").exists()
+
+
+def test_the_settings_of_a_run_folder_name_no_recipe(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "run").mkdir()
+    assert run(["train", "cnn", "--print-config"]) == 0
+    whole = capsys.readouterr().out
+    (here / "run" / "config.toml").write_text(whole)
+    assert run(["train", "--resume", "run", "--print-config"]) == 0
+    assert whole == 'recipe = "cnn"\n\n' + capsys.readouterr().out
 
 
 def test_dry_run_trains_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,7 +56,9 @@ def test_a_step_is_measured_beside_others(tmp_path: Path) -> None:
     [
         (["--topk", "0"], r"--topk must be .*got 0"),
         (["--replicas", "-1"], r"--replicas must be .*got -1"),
-        (["--device", "cuda"], r"there is no CUDA device here"),
+        (["--device", "cuda"], r"there is no such device here"),
+        (["--device", "tpu"], r"--device tpu must be cpu, cuda or auto"),
+        (["--out", "/dev/null/x"], r"--out /dev/null/x: Not a directory"),
     ],
 )
 def test_bad_options_are_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

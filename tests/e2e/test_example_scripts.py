@@ -106,9 +106,32 @@ def test_hugging_faces_trainer_goes_on_exactly(tmp_path: Path) -> None:
         assert run("--out", str(tmp_path), "--resume") == straight
 
 
+# What a callback that keeps the best checkpoint does: save another one, and remove it later.
+_SAVES_TWO = """
+import lightning, runpy, sys
+save = lightning.Trainer.save_checkpoint
+
+def save_two(trainer, path):
+    for name in (path, path + ".other"):
+        save(trainer, name)
+    trainer.strategy.remove_checkpoint(path + ".other")
+
+lightning.Trainer.save_checkpoint = save_two
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_lightning_saves_every_rank_and_goes_on(tmp_path: Path) -> None:
-    with forked("thinwire.integrations.lightning", "lightning_module.py") as run:
-        first = run("--out", str(tmp_path), "--steps", "10")
+    script, out = tmp_path / "saves_two.py", tmp_path / "out"
+    script.write_text(_SAVES_TWO)
+    with forked("thinwire.integrations.lightning", str(script)) as run:
+        common = [str(ROOT / "examples" / "lightning_module.py"), "--out", str(out)]
+        first = run(*common, "--steps", "10")
         assert first[0] == first[1]
-        again = run("--out", str(tmp_path), "--steps", "20", "--resume", str(tmp_path / "last.ckpt"))
+        assert sorted(path.name for path in out.iterdir()) == ["last.ckpt", "last.ckpt.0.demo"]
+        assert sorted(path.name for path in (out / "last.ckpt.0.demo").iterdir()) == ["rank-0", "rank-1"]
+        # As ModelCheckpoint(save_last="link") makes one.
+        (out / "link.ckpt").symlink_to("last.ckpt")
+        again = run(*common, "--steps", "20", "--resume", str(out / "link.ckpt"))
         assert again[0] == again[1] != first[0]

@@ -50,6 +50,7 @@ def test_senseless_comparisons_are_refused_before_anything_is_built(tmp_path: Pa
         ("--links", "10parsec"): "links='10parsec'",
         ("--target", "1.5"): "target needs the loss curves",
         ("--recipe", "nothing"): "there is no recipe 'nothing'",
+        ("--report-only",): "--out lab has no rows.jsonl to report on",
     }.items():
         done = replicas("lab", "compare", *arguments, cwd=tmp_path, number=1)
         assert done.returncode == 1

@@ -42,3 +42,7 @@ def test_sharded_replicas_train_and_go_on_elsewhere(tmp_path: Path) -> None:
     shown = run("train", "--resume", "run", *elsewhere, "--residual", "sum", cwd=tmp_path, number=1)
     assert "momenta by 'sum'" in shown
     assert losses(tmp_path / "run")[8] < sharded[1]
+    # Two of the eight steps had one replica, which has nobody to reduce gradients with.
+    after = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert after["dense_float32_bytes_per_step"] == 6 / 8 * summary["dense_float32_bytes_per_step"]
+    assert after["sent_bytes_per_step"] == 6 / 8 * summary["sent_bytes_per_step"]

@@ -11,6 +11,7 @@ from tests.pages import Reader
 from thinwire import cli
 from thinwire.pages.chart import Chart
 from thinwire.pages.strips import Strips
+from thinwire.studies import questions
 from thinwire.studies.charts import charts_of
 from thinwire.studies.figure import Drawing, Page, dot, edge, line, logarithmic, named_dots, names_below, rule, title
 from thinwire.studies.labels import Named
@@ -201,11 +202,42 @@ def test_a_verdict_follows_the_claims() -> None:
     assert [verdict(claims, "all", "some", "none") for claims in ([yes, yes], [yes, no], [no])] == ["all", "some", "none"]
 
 
-def test_some_studies_alone_write_no_page(tmp_path: Path) -> None:
+def test_some_studies_alone_write_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--results", str(tmp_path / "results"), "--markdown", str(tmp_path / "r.md")]
+    assert cli.run(["study", "report", "q19", *arguments]) == 1
+    assert "results: there is no such folder" in capsys.readouterr().err
+    (tmp_path / "results").mkdir()
     assert cli.run(["study", "report", "q19", *arguments]) == 0
     assert (tmp_path / "results" / "q19" / "summary.md").exists()
     assert not (tmp_path / "r.md").exists()
+
+
+def test_a_report_of_other_rows_leaves_the_page_of_the_usual_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(questions, "STUDIES", {"q19": STUDIES["q19"]})
+    for folder, page in (("mine", "mine/results.md"), ("results", "docs/results.md")):
+        (tmp_path / folder).mkdir()
+        assert cli.run(["study", "report", "--results", folder]) == 0
+        assert (tmp_path / page).is_file()
+        assert (tmp_path / folder / "report.html").is_file()
+        assert (tmp_path / "docs").exists() == (folder == "results")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run"], "name one study or more, such as q3, or all"),
+        (["run", "q3", "--device", "tpu"], "--device tpu must be cpu, cuda or auto"),
+        (["run", "q3", "--device", "cuda:99"], "--device cuda:99: there is no such device here"),
+        (["run", "q3", "--at-once", "0"], "--at-once must be an integer >= 1"),
+        (["report", "q3", "--results", "nowhere"], "--results nowhere: there is no such folder"),
+    ],
+)
+def test_what_is_wrong_with_a_command_is_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["study", *arguments]) == 1
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

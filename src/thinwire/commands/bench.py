@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
 
+from thinwire.commands.asked import device_of, make_folder
 from thinwire.core.errors import check_int
-from thinwire.training.errors import TrainingError
 
 if TYPE_CHECKING:
     from thinwire.bench.step import StepRow
@@ -53,9 +52,9 @@ def command(arguments: list[str]) -> int:
         for value in getattr(asked, option):
             check_int(f"--{option}", value, 1)
     check_int("--rounds", asked.rounds, 1)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if asked.device == "auto" else asked.device
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise TrainingError(f"--device {asked.device}: there is no CUDA device here; cpu or auto")
+    device = str(device_of(asked.device))
+    if asked.out is not None:
+        make_folder("--out", asked.out)
     from thinwire.bench.report import write
     from thinwire.bench.step import Case, StepRow, measure
 

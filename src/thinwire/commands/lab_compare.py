@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from thinwire.bench.environment import environment
+from thinwire.commands.asked import make_folder
 from thinwire.lab import rows
 from thinwire.lab.compare import Comparison, run
 from thinwire.lab.losses import best_curves, read_curves
@@ -67,7 +68,9 @@ def command(arguments: list[str]) -> int:
         asked.most_seconds,
         asked.rounds,
     )
-    asked.out.mkdir(parents=True, exist_ok=True)
+    if asked.report_only and not (asked.out / "rows.jsonl").is_file():
+        raise ValueError(f"--out {asked.out} has no rows.jsonl to report on: leave --report-only out to measure some")
+    make_folder("--out", asked.out)
     if not asked.report_only:
         _note_environment(asked.out / "environment.json")
         _measure(comparison, asked.out / "rows.jsonl", console)
@@ -75,8 +78,7 @@ def command(arguments: list[str]) -> int:
     order = {key: place for place, key in enumerate(comparison.keys())}
     cells = sorted((c for c in rows.read(asked.out / "rows.jsonl") if c.key in wanted), key=lambda c: order[c.key])
     if not cells:
-        console.print("no rows", highlight=False)
-        return 1
+        raise ValueError(f"--out {asked.out} has no rows of these methods, links and hosts")
     report(rows.merge(cells), asked, console)
     return 1 if any(cell.error for cell in cells) else 0
 

@@ -8,6 +8,8 @@ from typing import Literal
 import tyro
 from rich.console import Console
 
+from thinwire.commands.asked import make_folder
+from thinwire.core.errors import check_int
 from thinwire.exchange.plan import TensorSpec
 from thinwire.planner import Link, make_report, parse_bandwidth, parse_seconds, tensors_from_count
 from thinwire.planner.link_spec import parse_link
@@ -67,6 +69,9 @@ def command(arguments: list[str]) -> int:
 
         return scale.command(arguments[1:])
     asked = tyro.cli(PlanCommand, prog="thinwire plan", args=arguments)
+    check_int("--replicas", asked.replicas, 1)
+    if asked.figure is not None:
+        make_folder("--figure", asked.figure.parent)
     report = make_report(
         tensors_of(asked.model),
         asked.replicas,

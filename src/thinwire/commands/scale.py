@@ -10,13 +10,17 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from thinwire.bench.environment import environment
+from thinwire.commands.asked import make_folder
 from thinwire.commands.bench import without_out
 from thinwire.commands.plan import parse_count, read_link
-from thinwire.core.errors import check_float
+from thinwire.core.errors import check_float, check_int
 from thinwire.planner.rounds import SCHEDULES, Schedule
 from thinwire.planner.scale import make_rows
 from thinwire.planner.scale_methods import FAST, H200, SLOW, Setting
 from thinwire.planner.scale_page import CROSSINGS, ROUNDS, crossings_table, describe, steps_table, write
+
+# Ten seconds a size; it grows with the square.
+_MOST_REPLICAS = 16_384
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,11 @@ def command(arguments: list[str]) -> int:
     """Run it."""
     asked = tyro.cli(ScaleCommand, prog="thinwire plan scale", args=arguments)
     setting = _setting(asked)
+    for number in asked.replicas:
+        if check_int("--replicas", number, 1) > _MOST_REPLICAS:
+            raise ValueError(f"--replicas must be at most {_MOST_REPLICAS:,}, got {number}: rounds are added up one by one")
+    if asked.out is not None:
+        make_folder("--out", asked.out)
     parameters = [parse_count(text, "--parameters") for text in asked.parameters]
     schedules: tuple[Schedule, ...] = SCHEDULES if asked.rounds == "both" else (asked.rounds,)
     rows = make_rows(setting, parameters, asked.replicas, schedules)
@@ -84,6 +93,9 @@ def command(arguments: list[str]) -> int:
 
 def _setting(asked: ScaleCommand) -> Setting:
     check_float("--utilisation", asked.utilisation, 0.01, 1.0)
+    check_float("--straggler", asked.straggler, 1.0)
+    for name, least in {"island": 1, "slow": 0, "tokens": 1, "topk": 1}.items():
+        check_int(f"--{name}", getattr(asked, name), least)
     return Setting(
         link=read_link(asked.link, "--link"),
         island_link=replace(

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from thinwire.commands.asked import device_of
 from thinwire.core.errors import check_float, check_int
 from thinwire.training.errors import TrainingError
 
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
     from thinwire.studies.study import Study
     from thinwire.studies.trials import Book
 
+_RESULTS, _PAGE = Path("results"), Path("docs/results.md")
+
 
 @dataclass(frozen=True)
 class ListCommand:
     """Name all studies and their questions."""
 
-    results: Path = Path("results")
+    results: Path = _RESULTS
     """Folder of all results."""
     debug: bool = False
     """Show where an error came from."""
@@ -45,7 +48,7 @@ class RunCommand:
     """Trainings at the same time, each in a process of its own."""
     seconds: float = 0.0
     """Begin no training after this time; a later call goes on. 0: no limit."""
-    results: Path = Path("results")
+    results: Path = _RESULTS
     """Folder of all results: rows go to STUDY/DATE_HARDWARE in it, to the newest of this hardware."""
     anew: bool = False
     """Begin a new folder, instead of going on in the newest."""
@@ -60,12 +63,13 @@ class ReportCommand:
 
     names: tyro.conf.Positional[tuple[str, ...]] = ("all",)
     """Studies, such as q3, or all."""
-    results: Path = Path("results")
+    results: Path = _RESULTS
     """Folder of all results."""
     page: Path | None = None
     """Where the page of all studies goes; report.html in the folder of all results unless given."""
-    markdown: Path = Path("docs/results.md")
-    """Where the same goes as Markdown."""
+    markdown: Path | None = None
+    """Where the same goes as Markdown; docs/results.md unless given, or results.md in another folder of results than the
+    usual one."""
     debug: bool = False
     """Show where an error came from."""
 
@@ -108,6 +112,8 @@ def _list(asked: ListCommand, console: Console) -> int:
 def _chosen(names: tuple[str, ...]) -> "list[Study]":
     from thinwire.studies.questions import STUDIES
 
+    if not names:
+        raise TrainingError("name one study or more, such as q3, or all; thinwire study list says what there is")
     for name in names:
         if name != "all" and name not in STUDIES:
             raise TrainingError(f"there is no study {name!r}; there are all, {', '.join(STUDIES)}")
@@ -117,10 +123,7 @@ def _chosen(names: tuple[str, ...]) -> "list[Study]":
 def _run(asked: RunCommand, console: Console) -> int:
     from thinwire.studies.results import book_of, folder_for
 
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if asked.device == "auto" else asked.device
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise TrainingError(f"--device {asked.device}: there is no CUDA device here; cpu or auto")
-    device, deadline = torch.device(name), time.monotonic() + (asked.seconds or math.inf)
+    device, deadline = device_of(asked.device), time.monotonic() + (asked.seconds or math.inf)
     studies = _chosen(asked.names)
     folders = {one.name: folder_for(asked.results, one.name, device, asked.anew) for one in studies if one.has_trials}
     left = 0
@@ -174,13 +177,18 @@ def _conclude(study: "Study", folder: Path, results: Path, console: Console) -> 
 def _report(asked: ReportCommand, console: Console) -> int:
     from thinwire.studies.report import answers, write_markdown, write_page
 
-    found = answers(_chosen(asked.names), asked.results)
+    studies = _chosen(asked.names)
+    if not asked.results.is_dir():
+        raise TrainingError(f"--results {asked.results}: there is no such folder; thinwire study run makes rows in it")
+    found = answers(studies, asked.results)
     written = [path for one in found if (path := one.folder / "summary.md").exists()]
     if "all" in asked.names:
         page = asked.page or asked.results / "report.html"
+        # The repository's own page is of the repository's own rows.
+        text = asked.markdown or (_PAGE if asked.results == _RESULTS else asked.results / _PAGE.name)
         write_page(found, page)
-        write_markdown(found, asked.markdown)
-        written += [page, asked.markdown]
+        write_markdown(found, text)
+        written += [page, text]
     for path in written:
         console.print(f"{path}", soft_wrap=True, highlight=False)
     return 0

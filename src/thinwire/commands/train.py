@@ -58,7 +58,9 @@ def command(arguments: list[str]) -> int:
     asked = parse(arguments)
     config, place = asked.settings, find_place(os.environ)
     if asked.print_config:
-        print(f'{RECIPE_KEY} = "{asked.recipe}"\n\n{as_toml(config)}', end="")
+        # A run folder has all settings, and does not know whose recipe they were.
+        recipe = f'{RECIPE_KEY} = "{asked.recipe}"\n\n' if asked.resume is None else ""
+        print(f"{recipe}{as_toml(config)}", end="")
         return 0
     num_replicas = _num_replicas(config, place, arguments)
     check(config, num_replicas)
@@ -153,9 +155,13 @@ def _choose_folder(asked: TrainCommand, place: Place) -> Path:
     is_launched = LAUNCHED in os.environ
     if place.local_replica == 0 and not is_launched and (folder / "config.toml").exists():
         from thinwire.training.checkpoints import available_steps
+        from thinwire.training.logs import read_rows
 
-        advice = f"go on with --resume {folder}, or name" if available_steps(folder) else "it has no checkpoint; name"
-        raise TrainingError(f"out={folder} already holds a run: {advice} another folder")
+        # One that failed before its first step has left nothing to go on with, and nothing to lose.
+        if available_steps(folder):
+            raise TrainingError(f"out={folder} already holds a run: go on with --resume {folder}, or name another folder")
+        if any(row["kind"] == "step" for row in read_rows(folder / "log.jsonl")):
+            raise TrainingError(f"out={folder} already holds a run: it has no checkpoint; name another folder")
     return folder
 
 

@@ -56,7 +56,7 @@ def check_choice(name: str, value: object, allowed: Iterable[str]) -> str:
     names = sorted(allowed)
     if isinstance(value, str) and value in names:
         return value
-    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(value, names, n=1, cutoff=0.6) if isinstance(value, str) else []
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"{name}={value!r} is not one of {', '.join(names)}{hint}")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
 
-from thinwire.integrations.replica_files import load_beside, save_beside
+from thinwire.integrations.replica_files import load_beside, remove_beside, save_beside
 from thinwire.optimizer import DeMo
 
 
@@ -42,9 +42,16 @@ class DeMoStrategy(DDPStrategy):
         for place, optimizer in enumerate(self.optimizers):
             save_beside(self._check(optimizer), Path(f"{filepath}.{place}"))
 
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """The file, by rank 0, and each rank's optimizer beside it."""
+        super().remove_checkpoint(filepath)
+        for place, _ in enumerate(self.optimizers):
+            remove_beside(Path(f"{filepath}.{place}"))
+
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
         """The file; the optimizers' part follows."""
-        self._checkpoint = Path(checkpoint_path)
+        # ``ModelCheckpoint(save_last="link")`` makes a link to the file, and none to what lies beside it.
+        self._checkpoint = Path(checkpoint_path).resolve()
         found: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
         return found
 

@@ -1,5 +1,7 @@
 """Frameworks save the optimizer of one rank only; DeMo's residual momentum is each rank's own and gets its own files."""
 
+import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -28,3 +30,11 @@ def load_beside(optimizer: DeMo, checkpoint: Path) -> None:
     if not folder.is_dir():
         raise CheckpointError(f"{checkpoint} has no state of this rank's DeMo: there is no {folder}")
     optimizer.load_state_dict(read_state(folder))
+
+
+def remove_beside(checkpoint: Path) -> None:
+    """Remove what `save_beside` wrote for this rank, and the folder when it is empty."""
+    folder = _folder(checkpoint)
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # not there, or other ranks' files still are: the last one removes it
+        folder.parent.rmdir()

@@ -51,14 +51,15 @@ class LinkSpec:
 
 def parse_link(text: str, name: str = "link") -> LinkSpec:
     """Read one; ``name`` is what an error calls the value."""
-    parts = [part.strip() for part in text.lower().split(",")]
-    if not parts[0]:
+    # Of a rate the capitals count: 100MB is not 100mb.
+    rate, *rest = (part.strip() for part in text.split(","))
+    if not rate:
         raise ValueError(f"{name}={text!r} names no rate; write one {_FORM}")
-    rates = [None if part == UNSHAPED else parse_bandwidth(part, name) for part in parts[0].split("/")]
+    rates = [None if part.strip().lower() == UNSHAPED else parse_bandwidth(part, name) for part in rate.split("/")]
     if len(rates) > 2:
         raise ValueError(f"{name}={text!r} has {len(rates)} rates; write one {_FORM}")
     found = {"round_trip": 0.0, "jitter": 0.0, "loss": 0.0}
-    for part in parts[1:]:
+    for part in map(str.lower, rest):
         key, has_key, value = part.partition("=")
         key, value = (key, value) if has_key else ("round_trip", part)
         if key not in found:

@@ -18,7 +18,7 @@ import secrets
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from thinwire.exchange.transport import Transport, all_gather
 from thinwire.parallel.listing import check_files, list_files, listed_files, numbers_of, reason, tell_problems, together
 from thinwire.parallel.state_files import read_state, write_state
 from thinwire.training.config import UNSHARED_OPTIMIZERS
+from thinwire.training.wording import count
 
 _log = logging.getLogger("thinwire")
 _TOKEN_BYTES = 16
@@ -52,6 +53,11 @@ class RunState:
     sent_bytes: int
     received_bytes: int
     format: int = _FORMAT
+    data: str = ""
+    """What it is trained on, see `job.describe`. Empty: not written down, in older checkpoints."""
+    dense_bytes: float | None = None
+    """What all-reduces of float32 gradients would have sent, with as many replicas as there were at each step. None: not
+    counted, in older checkpoints."""
 
 
 class Checkpoints:
@@ -85,7 +91,8 @@ class Checkpoints:
             problem = f"replica {self.number} could not write {self._folder}: {reason(error)}"
         problems = [told for told in tell_problems(self._transport, problem) if told]
         if problems:
-            mark.unlink(missing_ok=True)
+            with suppress(OSError):  # where it could not be written, it can not be removed either
+                mark.unlink()
             raise CheckpointError(problems[0])
         seen = [int(path.name.removeprefix(prefix)) for path in self._folder.glob(prefix + "*")]
         tell_problems(self._transport, "")
@@ -105,7 +112,7 @@ class Checkpoints:
         self, run: RunState, state: Callable[[], dict[str, Any]], write_model: Callable[[Path], None], is_best: bool
     ) -> Path:
         """Write one, then let ``last``, and ``best`` if it is, point to it. All replicas raise if one could not write."""
-        partial, final = self._folder / f"{_name(run.step)}.partial", self._folder / _name(run.step)
+        partial, final = self._folder / f"{checkpoint_name(run.step)}.partial", self._folder / checkpoint_name(run.step)
         if self._slot is not None:
             self.is_keeper = self._find_keeper() == self._transport.replica
             self.clean()
@@ -150,11 +157,12 @@ class Checkpoints:
         steps = available_steps(self._folder.parent)
         # The one before the last is there for when the last turns out to be damaged.
         for step in steps[2:]:
-            if _name(step) not in kept:
-                shutil.rmtree(self._folder / _name(step), ignore_errors=True)
+            if checkpoint_name(step) not in kept:
+                shutil.rmtree(self._folder / checkpoint_name(step), ignore_errors=True)
 
-    def load_run(self) -> tuple[Path, RunState]:
-        """The newest checkpoint that every replica has and finds undamaged, and where the run was.
+    def load_run(self, reads_all: bool = False) -> tuple[Path, RunState]:
+        """The newest checkpoint that every replica has and finds undamaged, and where the run was. ``reads_all``: each needs
+        the states of all replicas, as far as they are here, and not its own alone.
 
         Replicas with disks of their own may have been killed when one had already given a new checkpoint its name.
         """
@@ -169,8 +177,8 @@ class Checkpoints:
             raise CheckpointError(f"--resume {self._folder.parent}: no checkpoint is there for all replicas ({lists})")
         problems: list[str] = []
         for step in sorted(common, reverse=True):
-            checkpoint = self._folder / _name(step)
-            problems = [told for told in tell_problems(self._transport, self._damage_to(checkpoint)) if told]
+            checkpoint = self._folder / checkpoint_name(step)
+            problems = [told for told in tell_problems(self._transport, self._damage_to(checkpoint, reads_all)) if told]
             if not problems:
                 return checkpoint, self._checked(read_run(checkpoint, self._transport.replica))
             if self._transport.replica == 0 and step != min(common):
@@ -181,15 +189,15 @@ class Checkpoints:
         saved, now = run.num_replicas, self._transport.num_replicas
         if run.optimizer in UNSHARED_OPTIMIZERS and saved != now:
             raise CheckpointError(
-                f"the checkpoint is of {saved} replicas, this run has {now}: with optimizer={run.optimizer} each replica "
-                f"has a state of its own, so start {saved}"
+                f"the checkpoint is of {count(saved, 'replica')}, this run has {now}: with optimizer={run.optimizer} each "
+                f"replica has a state of its own, so start {saved}"
             )
         return run
 
     def newest_here(self) -> tuple[Path, RunState] | None:
         """The newest undamaged checkpoint that this replica sees, without asking the others."""
         for step in available_steps(self._folder.parent):
-            checkpoint = self._folder / _name(step)
+            checkpoint = self._folder / checkpoint_name(step)
             damage = self._damage_to(checkpoint)
             if not damage:
                 with suppress(OSError, CheckpointError):  # the others may be about to remove it
@@ -197,13 +205,14 @@ class Checkpoints:
             _log.warning("%s; the checkpoint before it is tried", damage)
         return None
 
-    def _damage_to(self, checkpoint: Path) -> str:
-        """What is wrong with this replica's files; empty if nothing is, or it has none there."""
-        own = f"replica-{self.number}"
+    def _damage_to(self, checkpoint: Path, reads_all: bool = False) -> str:
+        """What is wrong with the files that this replica reads: its own, or all where it has none or needs all; empty if
+        nothing is."""
+        here = {*self.replicas_here(checkpoint), *_writers(checkpoint)}
         try:
             read_run(checkpoint, self.number)
-            if (checkpoint / own).is_dir():
-                check_files(checkpoint, self.number, own)
+            for number in sorted(here) if reads_all or self.number not in here else (self.number,):
+                check_files(checkpoint, number, f"replica-{number}")
             if self._transport.replica == 0:
                 check_model(checkpoint)
         except (CheckpointError, OSError) as error:
@@ -231,12 +240,17 @@ class Checkpoints:
 
 def check_model(checkpoint: Path) -> None:
     """Refuse a checkpoint whose model is damaged; whoever was the first replica wrote it."""
-    writers = numbers_of((path.stem for path in checkpoint.glob("files-*.json")), "files-")
-    writer = next((one for one in writers if listed_files(checkpoint, one, "model")), 0)
+    writer = next((one for one in _writers(checkpoint) if listed_files(checkpoint, one, "model")), 0)
     check_files(checkpoint, writer, "model")
 
 
-def _name(step: int) -> str:
+def _writers(checkpoint: Path) -> list[int]:
+    """Who has listed files here."""
+    return numbers_of((path.stem for path in checkpoint.glob("files-*.json")), "files-")
+
+
+def checkpoint_name(step: int) -> str:
+    """The folder of a step."""
     return f"step-{step:06d}"
 
 
@@ -256,4 +270,9 @@ def read_run(checkpoint: Path, replica: int) -> RunState:
     facts = json.loads((checkpoint / f"replica-{found}" / "run.json").read_text())
     if facts.get("format") != _FORMAT:
         raise CheckpointError(f"{checkpoint} has format {facts.get('format')!r}, this version reads {_FORMAT}")
+    unknown = facts.keys() - {fact.name for fact in fields(RunState)}
+    if unknown:
+        raise CheckpointError(
+            f"{found} has {min(unknown)!r}, of which this version knows nothing: use the one that wrote it"
+        )
     return RunState(**facts)

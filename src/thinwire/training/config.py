@@ -146,6 +146,8 @@ class OptimConfig:
     """DeMo: steps between checks that all replicas hold the same parameters; 0: none."""
     on_drift: Literal["raise", "warn", "repair"] = "raise"
     """DeMo: what to do if they do not; repair copies what most of them hold."""
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    """DeMo: what to do when a replica has NaN or Inf in a gradient; skip leaves the step out, on all of them."""
     on_bad_payload: Literal["drop", "raise"] = "drop"
     """DeMo: what to do about a payload that is damaged or forged; drop lets the others count."""
     exchange: Literal["all_gather", "owner", "auto"] = "all_gather"
@@ -316,6 +318,9 @@ def check(config: TrainConfig, num_replicas: int) -> None:
         check_float(name, values[name], 0.0, 1.0)
     for name in ("lr", "rest_lr", "weight_decay", "clip", "outer_lr", "bucket_mb"):
         check_float(name, values[name], 0.0)
+    for name in ("beta1", "beta2"):
+        if values[name] == 1:
+            raise ValueError(f"{name} must be from 0 to below 1, got {values[name]}")
     check_float("timeout_seconds", values["timeout_seconds"], 1.0)
     check_float("meet_every_seconds", values["meet_every_seconds"], 0.0)
     check_float("validation", values["validation"], 1e-6, 0.9)
@@ -331,6 +336,8 @@ def check(config: TrainConfig, num_replicas: int) -> None:
     for name in ("overlap", "delay", "look_ahead", "clip_to_median", "rest_update", "topk_of"):
         if values[name] and config.optim.optimizer != "demo":
             raise ValueError(f"{name} is an option of optimizer=demo, not of {config.optim.optimizer}")
+    if config.optim.on_nonfinite != "raise" and config.optim.optimizer != "demo":
+        raise ValueError(f"on_nonfinite is an option of optimizer=demo, not of {config.optim.optimizer}")
     parse_topk_of(config.optim.topk_of)
     if config.optim.clip_to_median and config.optim.combine == "majority_vote":
         raise ValueError("clip_to_median has no effect with combine=majority_vote, where sizes do not count")
@@ -374,6 +381,10 @@ def _check_exchange(optim: OptimConfig) -> None:
         raise ValueError(f"exchange={optim.exchange} is an option of optimizer=demo, not of {optim.optimizer}")
     if optim.owner_topk and optim.exchange == ALL_GATHER:
         raise ValueError(f"owner_topk={optim.owner_topk} has no effect with exchange={ALL_GATHER}; add --exchange owner")
+    if optim.delay not in (0, 1):
+        raise ValueError(f"delay={optim.delay} must be 0 or 1")
+    if optim.look_ahead and not optim.delay:
+        raise ValueError("look_ahead runs ahead of a delayed update: add --delay 1")
     choose_exchange(optim.exchange, has_islands=False, num_replicas=1, delay=optim.delay, can_change=False)
 
 
@@ -448,5 +459,5 @@ def _check_batch(schedule: ScheduleConfig, num_replicas: int) -> None:
     if schedule.micro_batch and share % schedule.micro_batch:
         raise ValueError(
             f"micro_batch={schedule.micro_batch} does not divide a replica's share of {share} examples "
-            f"(batch={schedule.batch}, {num_replicas} replicas)"
+            f"(batch={schedule.batch}, replicas={num_replicas})"
         )

@@ -21,18 +21,19 @@ from thinwire.planner.links import Link, format_bandwidth, format_bytes, format_
 from thinwire.planner.owners import Sizes, both_exchanges, sizes_of
 from thinwire.training.config import DECOUPLED_OPTIMIZERS, PEERS, OptimConfig, TrainConfig
 from thinwire.training.exchanges import settle_exchange
-from thinwire.training.groups import split_hidden, trained
+from thinwire.training.groups import split_for_muon, split_hidden, trained
 from thinwire.training.methods import Decoupled
 from thinwire.training.models import num_parameters
 from thinwire.training.peer_costs import power_sgd_exchange, rehearse
 from thinwire.training.progress import format_clock
 from thinwire.training.shapes import build_on_meta, specs_of, step_flops
+from thinwire.training.wording import count
 
 # Training reaches about this share of the rate of a large matrix product.
 _UTILISATION = 0.4
 _BANDWIDTHS = (1e7, 1e8, 1e9, 1e10)
 _ROUND_TRIP_SECONDS = 0.01
-_DENSE_STATES = {"adamw": 2, "adamw-bf16": 2, "adamw-fp16": 2, "powersgd": 3, "sgd": 1, "lion": 1, "muon": 1}
+_DENSE_STATES = {"adamw": 2, "adamw-bf16": 2, "adamw-fp16": 2, "powersgd": 3, "sgd": 1, "lion": 1}
 _HALVES = ("adamw-bf16", "adamw-fp16")
 _PROBE_EDGE = {"cpu": 512, "cuda": 4096}
 
@@ -40,14 +41,15 @@ _PROBE_EDGE = {"cpu": 512, "cuda": 4096}
 def describe(config: TrainConfig, num_replicas: int, console: Console) -> None:
     """Print it."""
     model = build_on_meta(config)
-    specs, count = specs_of(model), num_parameters(model)
+    specs, num_trained = specs_of(model), num_parameters(model)
     device = _device(config)
     rate = matmul_rate(device, config.model.precision)
     share = config.schedule.batch // num_replicas
     compute_seconds = step_flops(model, config, share) / (rate * _UTILISATION)
-    console.print(f"{config.model.architecture}: {count:,} parameters in {len(specs)} tensors", highlight=False)
+    console.print(f"{config.model.architecture}: {num_trained:,} parameters in {len(specs)} tensors", highlight=False)
     console.print(
-        f"{config.schedule.steps:,} steps of {config.schedule.batch} examples, {share} per rank, {num_replicas} ranks",
+        f"{config.schedule.steps:,} {'step' if config.schedule.steps == 1 else 'steps'} of "
+        f"{count(config.schedule.batch, 'example')}, {share} per rank, {count(num_replicas, 'rank')}",
         highlight=False,
     )
     mesh = shape_of(config.launch.mesh, config.launch.islands, num_replicas)
@@ -93,6 +95,9 @@ def memory_bytes(config: OptimConfig, model: nn.Module, mesh: MeshShape, has_isl
         needs |= rehearse(config, model, mesh.replicate)[1]
     elif config.optimizer == "galore":
         needs["optimizer state"] = _galore_bytes(config, model)
+    elif config.optimizer == "muon":
+        hidden, rest = split_for_muon(model)
+        needs["optimizer state"] = _bytes_of(p for _, p in hidden) + 2 * _bytes_of(p for _, p in rest)
     else:
         needs["optimizer state"] = needs["parameters"] * _DENSE_STATES[config.optimizer]
     whole = ("parameters", "gradients") if has_islands else ()
@@ -141,10 +146,10 @@ def _device(config: TrainConfig) -> torch.device:
 def _workload(
     config: OptimConfig, model: nn.Module, mesh: MeshShape, compute_seconds: float, device: torch.device
 ) -> Workload:
-    costs, count = DEVICES["gpu" if device.type == "cuda" else "cpu"], num_parameters(model)
+    costs, num_trained = DEVICES["gpu" if device.type == "cuda" else "cpu"], num_parameters(model)
     if config.optimizer not in DECOUPLED_OPTIMIZERS:
         width = 2 if config.optimizer in _HALVES else 4
-        dense = ddp(count, width, f"float{8 * width}", mesh.replicate, compute_seconds, costs)
+        dense = ddp(num_trained, width, f"float{8 * width}", mesh.replicate, compute_seconds, costs)
         if config.optimizer == "powersgd":
             return replace(dense, method="powersgd", exchange=power_sgd_exchange(config, model, mesh.replicate))
         if config.optimizer in PEERS:
@@ -156,7 +161,7 @@ def _workload(
     payload, part, answer = (size // mesh.shard for size in (whole.payload_bytes, whole.slice_bytes, whole.answer_bytes))
     sizes = Sizes(payload, part, answer, whole.num_buckets if config.overlap else 1)
     settings = (config.topk, plan.codings[0].values, mesh.replicate, compute_seconds, costs)
-    gather, owner = both_exchanges(count // mesh.shard, sizes, *settings)
+    gather, owner = both_exchanges(num_trained // mesh.shard, sizes, *settings)
     return gather if plan.answers is None else owner
 
 

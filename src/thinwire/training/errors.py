@@ -5,3 +5,7 @@ from thinwire.core.errors import ThinwireError
 
 class TrainingError(ThinwireError):
     """A run cannot start or go on; the message says why and what to do."""
+
+
+class DivergedError(TrainingError):
+    """A loss or a parameter is no number any more."""

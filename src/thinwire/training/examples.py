@@ -4,6 +4,7 @@ The order depends on the seed and on one number, the position: how many examples
 resuming needs nothing else, and replicas see disjoint examples within a pass over the data.
 """
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,9 @@ from torch import Tensor
 from thinwire.training.errors import TrainingError
 
 Array = np.ndarray[Any, Any]
+# Less than a second to hash; shards may hold a thousand times as much.
+_MOST_HASHED_BYTES = 256_000_000
+_HASHED_EXAMPLES = 64
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class TokenWindows:
     shard, or a text) into the next."""
 
     def __init__(self, parts: Sequence[Array], sequence: int, vocab_size: int) -> None:
-        self._parts, self._sequence, self._vocab_size = parts, sequence, vocab_size
+        self.parts, self._sequence, self._vocab_size = parts, sequence, vocab_size
         counts = [max(0, (len(part) - 1) // sequence) for part in parts]
         self._ends = np.cumsum(counts)
 
@@ -71,7 +75,7 @@ class TokenWindows:
         for part in np.unique(parts):
             is_here = parts == part
             places = indices[is_here] - (self._ends[part - 1] if part else 0)
-            windows[is_here] = self._parts[part][places[:, None] * self._sequence + np.arange(self._sequence + 1)]
+            windows[is_here] = self.parts[part][places[:, None] * self._sequence + np.arange(self._sequence + 1)]
         return windows
 
 
@@ -103,6 +107,21 @@ class LazyImages:
         """Read, then stack."""
         images = torch.stack([self._load(int(index)) for index in indices])
         return Batch(images, torch.tensor([self._labels[int(index)] for index in indices]))
+
+
+def fingerprint(*collections: Examples) -> str:
+    """A hash of all tokens; where they are very many, and of images, of some examples from all over them."""
+    digest = hashlib.sha256()
+    for examples in collections:
+        tokens = examples.parts if isinstance(examples, TokenWindows) else ()
+        if tokens and sum(part.nbytes for part in tokens) <= _MOST_HASHED_BYTES:
+            arrays = list(tokens)
+        else:
+            batch = examples.fetch(np.unique(np.linspace(0, len(examples) - 1, _HASHED_EXAMPLES, dtype=np.int64)))
+            arrays = [batch.inputs.numpy(), batch.targets.numpy()]
+        for array in arrays:
+            digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,14 @@
 from torch import nn
 
 from thinwire.exchange.choice import AUTO
-from thinwire.exchange.plan import make_plan
+from thinwire.exchange.plan import ExchangePlan, TensorSpec, make_plan
 from thinwire.optimizer import DEFAULT_DENSE_BELOW
 from thinwire.options import coding_of
 from thinwire.planner.cost import DEVICES
 from thinwire.planner.links import Link
 from thinwire.planner.owners import choose_exchange, sizes_of
 from thinwire.training.config import OptimConfig
-from thinwire.training.shapes import specs_of
+from thinwire.training.groups import decoupled_groups, trained
 
 _USUAL_COMPUTE_SECONDS = 1.0
 
@@ -23,14 +23,24 @@ def settle_exchange(config: OptimConfig, model: nn.Module, num_replicas: int, li
     """
     if config.exchange != AUTO or link is None or num_replicas == 1 or config.overlap or config.delay:
         return config.exchange
-    settings = {"chunk": config.chunk, "topk": config.topk, "values": config.values, "update": config.update}
-    specs = specs_of(model)
-    plan = make_plan(specs, [coding_of({**settings, "layout": "adaptive", "dense_below": DEFAULT_DENSE_BELOW})])
+    plan = _plan(config, model)
     return choose_exchange(
         sizes_of(plan, num_replicas, config.owner_topk or None),
         num_replicas,
         link,
-        num_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        num_parameters=sum(parameter.numel() for _, parameter in trained(model)),
         compute_seconds=_USUAL_COMPUTE_SECONDS,
         costs=DEVICES["gpu" if next(model.parameters()).is_cuda else "cpu"],
     )
+
+
+def _plan(config: OptimConfig, model: nn.Module) -> ExchangePlan:
+    """What DeMo will exchange, without building one."""
+    settings = {"chunk": config.chunk, "topk": config.topk, "values": config.values, "update": config.update}
+    settings |= {"layout": "adaptive", "dense_below": DEFAULT_DENSE_BELOW}
+    specs, codings = [], []
+    for index, group in enumerate(decoupled_groups(config, model)):
+        named = [(name, parameter) for name, parameter in group["params"] if parameter.requires_grad]
+        specs += [TensorSpec(name, tuple(parameter.shape), str(parameter.dtype), index) for name, parameter in named]
+        codings.append(coding_of({**settings, **group}))
+    return make_plan(specs, codings)

@@ -1,8 +1,13 @@
 """Which parameters an optimizer treats how."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+from thinwire.training.errors import TrainingError
+
+if TYPE_CHECKING:
+    from thinwire.training.config import OptimConfig
 
 Named = tuple[str, nn.Parameter]
 
@@ -55,3 +60,24 @@ def split_hidden(model: nn.Module, named: list[Named]) -> tuple[list[Named], lis
     hidden = [(name, parameter) for name, parameter in named if parameter.dim() == 2 and id(parameter) not in outer]
     inside = {id(parameter) for _, parameter in hidden}
     return hidden, [(name, parameter) for name, parameter in named if id(parameter) not in inside]
+
+
+def split_for_muon(model: nn.Module) -> tuple[list[Named], list[Named]]:
+    """What Muon trains, which must be something, and what AdamW trains beside it."""
+    hidden, rest = split_hidden(model, trained(model))
+    if not hidden:
+        raise TrainingError(
+            "optimizer=muon has nothing to do: this model has no hidden matrices (convolutions do not count)"
+        )
+    return hidden, rest
+
+
+def decoupled_groups(config: "OptimConfig", model: nn.Module) -> list[dict[str, Any]]:
+    """The groups of a DeMo: matrices apart from the rest, for which there may be another rule, and by their topk."""
+    named = list(model.named_parameters())
+    if not config.rest_update:
+        return with_topk_of(decay_groups(named, config.weight_decay), config.topk_of)
+    hidden, rest = split_hidden(model, named)
+    own = {"update": config.rest_update, "lr": config.rest_lr}
+    others = [{**group, **own} for group in decay_groups(rest, config.weight_decay)]
+    return with_topk_of([*decay_groups(hidden, config.weight_decay), *others], config.topk_of)

@@ -1,7 +1,6 @@
 """What one process is asked to do, and what it needs before the first step: a device, data, agreement with the others."""
 
 import fcntl
-import hashlib
 import random
 import re
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from thinwire.parallel.place import Place
 from thinwire.training.config import TrainConfig
 from thinwire.training.config_file import as_toml
 from thinwire.training.errors import TrainingError
+from thinwire.training.examples import fingerprint
 from thinwire.training.models import Sizes, is_image_model
 from thinwire.training.pictures import ImageData, load_images
 from thinwire.training.text import TextData, load_text
@@ -42,7 +42,6 @@ _OWN_SETTINGS = (
     "key_file",
 )
 _LONGEST_NAME = 256
-_FINGERPRINT_EXAMPLES = 8
 _TOKEN_CACHE = Path.home() / ".cache" / "thinwire" / "tokens"
 
 Data = TextData | ImageData
@@ -131,24 +130,28 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def agree(config: TrainConfig, data: Data, first_step: int, transport: Transport) -> None:
+def describe(data: Data) -> str:
+    """What of the data must be the same on all replicas, and when a run is resumed; not where it lies."""
+    return f"{data.description.split(': ', 1)[-1]}, fingerprint {fingerprint(data.train, data.validation)}"
+
+
+def agree(config: TrainConfig, data: str, first_step: int, transport: Transport) -> None:
     """All replicas must train the same thing, on the same data, from the same step; a difference is named on all of them."""
     if transport.num_replicas > 1:
         lines = [*common_facts(config, data), f"first step: {first_step}"]
         hold_roll_call(lines, lambda message, what: all_gather(transport, message, what))
 
 
-def common_facts(config: TrainConfig, data: Data) -> list[str]:
-    """Lines that must be the same on all replicas."""
+def common_facts(config: TrainConfig, data: str) -> list[str]:
+    """Lines that must be the same on all replicas; ``data`` is what `describe` says of it."""
     lines = [line for line in as_toml(config).splitlines() if line.split(" = ")[0] not in _OWN_SETTINGS]
-    lines += [f"data: {data.description.split(': ', 1)[-1]}", f"fingerprint of the data: {_fingerprint(data)}"]
-    return lines
+    return [*lines, f"data: {data}"]
 
 
-def _fingerprint(data: Data) -> str:
-    """A hash of a few examples from all over the data."""
-    digest = hashlib.sha256()
-    for examples in (data.train, data.validation):
-        batch = examples.fetch(np.linspace(0, len(examples) - 1, _FINGERPRINT_EXAMPLES, dtype=np.int64))
-        digest.update(batch.inputs.contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
+def check_data(config: TrainConfig, before: str, now: str) -> None:
+    """Refuse to go on with other data than the checkpoint's; one from before this was written down is taken as it is."""
+    if before and before != now:
+        raise TrainingError(
+            f"dataset={config.data.dataset!r} is not what the run was trained on: it has {now}, and that had {before}; name "
+            "that with --dataset and --tokenizer, or start a new run"
+        )

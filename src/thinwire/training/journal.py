@@ -4,7 +4,6 @@ Losses stay where they were computed until then, so that a step never waits for 
 not change what is written down: one row per step, with the mean loss over all replicas.
 """
 
-import math
 import time
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.exchange.transport import Transport, all_gather
-from thinwire.training.errors import TrainingError
+from thinwire.training.divergence import check_loss
 
 _SECONDS_BETWEEN = 1.0
 _MOST_STEPS_BETWEEN = 100
@@ -31,10 +30,11 @@ class News:
 
 
 class Journal:
-    """Collects one replica's losses and exchanges them."""
+    """Collects one replica's losses and exchanges them. ``allows_nonfinite``: steps with losses that are no numbers are left
+    out by the optimizer, and do not end the run."""
 
-    def __init__(self, transport: Transport, num_steps: int) -> None:
-        self._transport = transport
+    def __init__(self, transport: Transport, num_steps: int, allows_nonfinite: bool = False) -> None:
+        self._transport, self._allows_nonfinite = transport, allows_nonfinite
         self._losses: list[Tensor] = []
         self._num_steps = num_steps
         self._next_exchange = num_steps + 1
@@ -73,9 +73,6 @@ class Journal:
 
     def _read(self, table: Tensor, first_step: int) -> News:
         losses: list[float] = table[:, _HEADER:].mean(dim=0).tolist()
-        for offset, loss in enumerate(losses):
-            if not math.isfinite(loss):
-                raise TrainingError(
-                    f"the loss of step {first_step + offset} is {loss}: try a smaller --lr or a longer warm-up"
-                )
+        for offset, loss in enumerate(losses if not self._allows_nonfinite else ()):
+            check_loss(f"the loss of step {first_step + offset}", loss)
         return News(first_step, losses, bool((table[:, 0] != 0).any()), len(table))

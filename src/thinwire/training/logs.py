@@ -26,6 +26,14 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file; an error names it, which a full disk's would not."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 class RunLog:
     """Where rows go. Every row has its step and a kind: ``step``, ``evaluation``, ``speed``, ``note`` or ``end``.
     ``history`` is what they come to, with those of before the run was resumed."""

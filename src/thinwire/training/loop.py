@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
-from thinwire.core.errors import CheckpointError, ExchangeError, TooFewReplicasError
+from thinwire.core.errors import CheckpointError, ExchangeError, NonFiniteGradientError, TooFewReplicasError
 from thinwire.exchange.signed import choose_transport
 from thinwire.exchange.transport import Elastic, Transport, elastic
 from thinwire.parallel.group import backend_name
@@ -24,16 +23,18 @@ from thinwire.training.checkpoints import Checkpoints, RunState, available_steps
 from thinwire.training.clock import Clock
 from thinwire.training.config import DECOUPLED_OPTIMIZERS
 from thinwire.training.config_file import as_toml
-from thinwire.training.errors import TrainingError
+from thinwire.training.divergence import check_loss, check_parameters, way_back
+from thinwire.training.errors import DivergedError, TrainingError
 from thinwire.training.evaluation import evaluate
 from thinwire.training.examples import Batch, Order, Stream
 from thinwire.training.job import (
-    Data,
     Job,
     agree,
     agree_on_key,
+    check_data,
     choose_device,
     common_facts,
+    describe,
     load_data,
     lock,
     seed_everything,
@@ -42,33 +43,21 @@ from thinwire.training.job import (
 )
 from thinwire.training.journal import Journal
 from thinwire.training.keys import read_key
+from thinwire.training.logs import write_text
 from thinwire.training.methods import Decoupled, Method, build_method, lr_share
 from thinwire.training.models import build_model, loss_of, num_parameters
+from thinwire.training.outcome import Outcome
 from thinwire.training.reporter import Reporter
 from thinwire.training.shaping import join_over, words_for
 from thinwire.training.stopping import StopRequest
+from thinwire.training.summary import dense_step_bytes
 from thinwire.training.text import TextData
+from thinwire.training.wording import count, method_words, replica_words
 
 _log = logging.getLogger("thinwire")
 _LOADING_ATTEMPTS = 3
 # Where faults are expected, the last checkpoint is worth a minute's wait.
 _LAST_SAVE_ATTEMPTS, _LAST_SAVE_PAUSE = 6, 10.0
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended, for the report."""
-
-    job: Job
-    model: nn.Module
-    data: Data
-    device: torch.device
-    state: RunState
-    seconds: dict[str, float]
-    is_finished: bool
-    stop_signal: int
-    is_first: bool
-    """Whether it is this replica that tells the rest of the world."""
 
 
 def run_replica(job: Job, console: Console) -> Outcome | None:
@@ -89,7 +78,10 @@ def run_replica(job: Job, console: Console) -> Outcome | None:
         job = settle_folder(job, transport)
     with ExitStack() as stack:
         run = Run(job, device, transport, key, console, stack)
-        run.train()
+        try:
+            run.train()
+        except (DivergedError, NonFiniteGradientError) as error:
+            raise type(error)(f"{error}{way_back(job.folder)}") from error
         return run.outcome()
 
 
@@ -113,6 +105,7 @@ class Run:
         has_early_sync = device.type == "cuda" and is_decoupled and transport.num_replicas > 1 and backend_name() == "gloo"
         self.clock = Clock(torch.cuda.synchronize if has_early_sync else None)
         self._data = load_data(self._config)
+        self._data_words = describe(self._data)
         self._elastic = elastic(transport)
         self._attendance: Attendance | None = None
         # Replicas that come and go have a slot each, which says what part of the data they see.
@@ -130,7 +123,8 @@ class Run:
         self._order = Order(*sizes, self._number, num_shares, self._config.run.seed)
         if self._elastic is None:
             checkpoint, self.state = self._find_start()
-            agree(self._config, self._data, self.state.step, transport)
+            agree(self._config, self._data_words, self.state.step, transport)
+            self._check_data()
             self._build(checkpoint)
         else:
             self._build_from_what_is_here()
@@ -148,7 +142,7 @@ class Run:
     def _begin_attendance(self, transport: Elastic) -> None:
         method = self.method
         assert isinstance(method, Decoupled)
-        facts, buffers = common_facts(self._config, self._data), list(self._model.buffers())
+        facts, buffers = common_facts(self._config, self._data_words), list(self._model.buffers())
         self._attendance = Attendance(transport, method.optimizer, buffers, facts)
         self._attendance.begin(self.state.step, self.state.position)
         self._attendance.news()
@@ -157,8 +151,8 @@ class Run:
     def _find_start(self) -> tuple[Path | None, RunState]:
         optimizer, num_replicas = self._config.optim.optimizer, self._transport.num_replicas
         if not self._job.resume:
-            return None, RunState(0, 0, num_replicas, optimizer, None, None, 0.0, 0, 0)
-        checkpoint, state = self._checkpoints.load_run()
+            return None, self._first_state(num_replicas)
+        checkpoint, state = self._checkpoints.load_run(reads_all=self._job.residual != "exact")
         if state.step >= self._config.schedule.steps:
             raise TrainingError(f"the run in {self._job.folder} is at its last step, {state.step}; --steps can add more")
         if state.optimizer != optimizer:
@@ -166,26 +160,35 @@ class Run:
         has_residual = optimizer in DECOUPLED_OPTIMIZERS
         if has_residual and state.num_replicas != num_replicas and self._job.residual == "exact":
             raise CheckpointError(
-                f"the checkpoint is of {state.num_replicas} replicas, this run has {num_replicas}: start as many, or let "
-                "--residual sum, mean, keep or zero say what is to become of their momenta"
+                f"the checkpoint is of {count(state.num_replicas, 'replica')}, this run has {num_replicas}: start as many, "
+                "or let --residual sum, mean, keep or zero say what is to become of their momenta"
             )
         return checkpoint, dataclasses.replace(state, num_replicas=num_replicas)
 
+    def _first_state(self, num_replicas: int) -> RunState:
+        optimizer = self._config.optim.optimizer
+        return RunState(0, 0, num_replicas, optimizer, None, None, 0.0, 0, 0, data=self._data_words, dense_bytes=0.0)
+
+    def _check_data(self) -> None:
+        check_data(self._config, self.state.data, self._data_words)
+        self.state = dataclasses.replace(self.state, data=self._data_words)
+
     def _build_from_what_is_here(self) -> None:
         """A replica that was started again begins with the last checkpoint, and gets what came after it from the others."""
-        launch, optimizer = self._config.launch, self._config.optim.optimizer
+        launch = self._config.launch
         for _ in range(_LOADING_ATTEMPTS):
             found = self._checkpoints.newest_here()
             if found is None:
                 break
             self.state = dataclasses.replace(found[1], num_replicas=launch.replicas)
+            self._check_data()
             try:
                 self._build(found[0])
                 return
             except (CheckpointError, OSError) as error:
                 # The others, who go on training, may just have replaced it by a newer one.
                 _log.warning("%s", error)
-        self.state = RunState(0, 0, launch.replicas, optimizer, None, None, 0.0, 0, 0)
+        self.state = self._first_state(launch.replicas)
         self._build(None)
 
     def _build(self, checkpoint: Path | None) -> None:
@@ -195,6 +198,7 @@ class Run:
 
     def _build_model(self, checkpoint: Path | None) -> None:
         self._model = build_model(self._config, sizes_of(self._data))
+        self._num_parameters = num_parameters(self._model)
         if checkpoint is not None and self._transport.replica == 0:
             # The others get the weights from replica 0, as at the beginning of any run.
             check_model(checkpoint)
@@ -240,15 +244,20 @@ class Run:
         try:
             self.method.load_state_dict(states, self._job.residual)
         except CheckpointError as error:
-            advice = "; --residual sum, mean, keep or zero goes on with another mesh or number of replicas"
-            raise CheckpointError(f"{error}{advice if is_exact else ''}") from error
+            if not is_exact:
+                raise
+            # What follows is DeMo's advice to those who call it themselves.
+            problem = str(error).partition("; ")[0]
+            raise CheckpointError(
+                f"{problem}; --residual sum, mean, keep or zero goes on with another exchange, mesh or number of replicas"
+            ) from error
 
     def _start_reporting(self, console: Console, stack: ExitStack) -> None:
         if self._checkpoints.is_keeper:
             aside = self._job.folder / "config.toml.new"
             # Where to find the others is of this start, not of the run.
             launch = dataclasses.replace(self._config.launch, lighthouse="", slot=0)
-            aside.write_text(as_toml(dataclasses.replace(self._config, launch=launch)), encoding="utf-8")
+            write_text(aside, as_toml(dataclasses.replace(self._config, launch=launch)))
             aside.replace(self._job.folder / "config.toml")
         facts = (self._is_first, self._waits_are_known)
         self._reporter = Reporter(self._config, self._job.folder, self.state.step, *facts, console)
@@ -262,24 +271,15 @@ class Run:
 
     def _introduce(self) -> None:
         """Say what is about to be trained, and how."""
-        optim, num_replicas = self._config.optim, self._transport.num_replicas
-        rule = (
-            f" ({optim.update} rule, top {optim.topk} of {optim.chunk} x {optim.chunk})" if optim.optimizer == "demo" else ""
-        )
+        launch, num_replicas = self._config.launch, self._transport.num_replicas
         self._reporter.say(
-            f"{self._config.model.architecture} with {num_parameters(self._model):,} parameters on {self._data.description}"
+            f"{self._config.model.architecture} with {self._num_parameters:,} parameters on {self._data.description}"
         )
         carrier = backend_name() if self._elastic is None else "gloo"
         backend = f" over {carrier}" if num_replicas > 1 else ""
-        replicas = _count(num_replicas, "replica")
-        if self._sharding is not None:
-            shape = self._sharding.shape
-            replicas = f"{_count(shape.replicate, 'replica')} of {shape.shard} ranks each"
-        if self._config.launch.islands:
-            size = self._config.launch.islands
-            replicas = f"{_count(num_replicas // size, 'island')} of {size} ranks each"
-        backend += (", signed" if num_replicas > 1 and self._key is not None else "") + words_for(self._config.launch)
-        self._reporter.say(f"{optim.optimizer}{rule}, {replicas} on {self._device.type}{backend}, run in {self._job.folder}")
+        backend += (", signed" if num_replicas > 1 and self._key is not None else "") + words_for(launch)
+        where = f"{replica_words(launch, num_replicas)} on {self._device.type}{backend}, run in {self._job.folder}"
+        self._reporter.say(f"{method_words(self._config.optim)}, {where}")
         if self.state.step:
             policy = self._job.residual
             momenta = ", with empty momenta" if policy == "zero" else "" if policy == "exact" else f", momenta by {policy!r}"
@@ -287,7 +287,7 @@ class Run:
 
     def train(self) -> None:
         """Step after step, until all are taken or somebody asks to stop."""
-        journal = Journal(self._transport, self.state.step)
+        journal = Journal(self._transport, self.state.step, self._config.optim.on_nonfinite == "skip")
         if self.state.step == 0 and self._attendance is None:
             self.score()
         is_done = False
@@ -337,7 +337,7 @@ class Run:
             self.state = dataclasses.replace(self.state, step=self._attendance.step, position=position)
             self._stream.close()
             self._open_stream()
-        self._reporter.say(f"{members} replicas after step {self.state.step}{f', without {lost}' if lost else ''}")
+        self._reporter.say(f"{count(members, 'replica')} after step {self.state.step}{f', without {lost}' if lost else ''}")
         if lost and self._config.launch.on_loss == "stop":
             self._stop.ask()
         has_caught_up = has_stepped and not is_copy and not self._attendance.has_moved
@@ -367,15 +367,18 @@ class Run:
 
     def count_step(self, step: int) -> None:
         """Count the step, and what of its time and bytes was the network's."""
-        traffic = self.method.traffic.last_step
+        traffic, dense_bytes = self.method.traffic.last_step, self.state.dense_bytes
         if self._waits_are_known:
             self.clock.move(traffic.wait_seconds, self.method.waits_in, "network")
+        if dense_bytes is not None:
+            dense_bytes += dense_step_bytes(self._config.launch, self._transport.num_replicas, self._num_parameters)
         self.state = dataclasses.replace(
             self.state,
             step=step,
             position=self._stream.position,
             sent_bytes=self.state.sent_bytes + traffic.sent_bytes,
             received_bytes=self.state.received_bytes + traffic.received_bytes,
+            dense_bytes=dense_bytes,
         )
         if self._attendance is not None:
             self._attendance.count(step, self._stream.position)
@@ -423,6 +426,7 @@ class Run:
                 self._device,
                 self._autocast(),
             )
+        check_loss(f"the validation loss after step {self.state.step}", score.loss)
         best = self.state.best_loss
         is_best = self.state.step > 0 and (best is None or score.loss < best)
         self.state = dataclasses.replace(self.state, loss=score.loss, best_loss=score.loss if is_best else best)
@@ -430,6 +434,7 @@ class Run:
         return is_best
 
     def _save(self, is_best: bool, is_needed: bool) -> None:
+        check_parameters(self._model, self._transport, self.state.step)
         elapsed = self.state.elapsed_seconds + self.clock.elapsed_seconds
         state = dataclasses.replace(self.state, elapsed_seconds=elapsed)
         # All ranks take part in gathering, and rank 0 alone in writing.
@@ -487,7 +492,3 @@ class Run:
             stop_signal=self._stop.signal_number,
             is_first=self._is_first,
         )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -22,7 +22,7 @@ from thinwire.training.config import DECOUPLED_OPTIMIZERS, PEERS, OptimConfig, S
 from thinwire.training.errors import TrainingError
 from thinwire.training.exchanges import settle_exchange
 from thinwire.training.galore import galore
-from thinwire.training.groups import decay_groups, split_hidden, trained, with_topk_of
+from thinwire.training.groups import decay_groups, decoupled_groups, split_for_muon, split_hidden, trained
 from thinwire.training.settings import clip_, own_settings, parameters_of, set_lrs
 
 
@@ -111,7 +111,7 @@ class Decoupled:
         islands: dict[str, Any] | None = None,
     ) -> None:
         self.model = callable_model
-        groups = _decoupled_groups(config, model)
+        groups = decoupled_groups(config, model)
         common: dict[str, Any] = {"momentum_decay": config.momentum_decay, "chunk": config.chunk, "topk": config.topk}
         link = link_of(transport)
         if config.optimizer == "published":
@@ -128,6 +128,7 @@ class Decoupled:
                 exact_decode=config.exact_decode,
                 check_drift_every=config.check_drift_every,
                 on_drift=config.on_drift,
+                on_nonfinite=config.on_nonfinite,
                 on_bad_payload=config.on_bad_payload,
                 exchange=settle_exchange(config, model, transport.num_replicas, None if link is None else link.spec.link),
                 owner_topk=config.owner_topk or None,
@@ -176,16 +177,6 @@ class Decoupled:
         state = next(iter(states)) if residual == "exact" else assemble(self.optimizer, states, residual)
         with own_settings(self.optimizer):
             self.optimizer.load_state_dict(state)
-
-
-def _decoupled_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
-    named = list(model.named_parameters())
-    if not config.rest_update:
-        return with_topk_of(decay_groups(named, config.weight_decay), config.topk_of)
-    hidden, rest = split_hidden(model, named)
-    own = {"update": config.rest_update, "lr": config.rest_lr}
-    others = [{**group, **own} for group in decay_groups(rest, config.weight_decay)]
-    return with_topk_of([*decay_groups(hidden, config.weight_decay), *others], config.topk_of)
 
 
 class Averaged:
@@ -269,13 +260,10 @@ def averaged_optimizers(config: OptimConfig, model: nn.Module) -> list[Optimizer
         return [torch.optim.SGD(decay_groups(named, decay), config.lr, momentum=config.beta1, fused=True)]
     if config.optimizer == "lion":
         return [_lion()(decay_groups(named, decay), lr=config.lr, betas=betas)]
-    hidden, rest = split_hidden(model, named)
     if config.optimizer == "galore":
+        hidden, rest = split_hidden(model, named)
         return [galore(hidden, decay_groups(rest, decay), config.rank, decay, lr=config.lr, betas=betas)]
-    if not hidden:
-        raise TrainingError(
-            "optimizer=muon has nothing to do: this model has no hidden matrices (convolutions do not count)"
-        )
+    hidden, rest = split_for_muon(model)
     # With steps of AdamW's size, one learning rate serves the hidden matrices and the rest.
     muon = torch.optim.Muon(hidden, config.lr, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     return [muon, torch.optim.AdamW(decay_groups(rest, decay), config.lr, betas=betas, fused=True)]

@@ -80,6 +80,11 @@ def _own_config(config: TrainConfig, sizes: Sizes) -> Any:
     if model.architecture != "resnet" and model.width % model.heads:
         raise TrainingError(f"width={model.width} must be a multiple of heads={model.heads}")
     if model.architecture in ("llama", "olmo"):
+        if model.width // model.heads % 2:
+            raise TrainingError(
+                f"width={model.width} must be an even multiple of heads={model.heads}: {model.architecture} turns pairs of "
+                "numbers by their position"
+            )
         kind = transformers.LlamaConfig if model.architecture == "llama" else transformers.OlmoConfig
         return kind(
             vocab_size=sizes.vocab_size,

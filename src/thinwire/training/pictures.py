@@ -1,6 +1,7 @@
 """Images and their classes: scikit-learn's digits, folders of images, Hugging Face datasets."""
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,7 @@ def _load_folder(config: DataConfig, folder: Path) -> ImageData:
     else:
         classes = _class_names(folder)
         all_files, all_labels = _list_images(folder, classes)
-        order = sorted(range(len(all_files)), key=lambda i: hashlib.sha256(all_files[i].name.encode()).digest())
+        order = sorted(range(len(all_files)), key=lambda i: hashlib.sha256(os.fsencode(all_files[i].name)).digest())
         kept, held_back = ([order[i] for i in part] for part in _split(len(order), config.validation))
         train, validation = (
             _from_files(config, [all_files[i] for i in part], [all_labels[i] for i in part]) for part in (kept, held_back)
@@ -80,7 +81,9 @@ def _class_names(folder: Path) -> list[str]:
 def _list_images(folder: Path, classes: list[str]) -> tuple[list[Path], list[int]]:
     files, labels = [], []
     for label, name in enumerate(classes):
-        found = sorted(path for path in Path(folder, name).rglob("*") if path.suffix.lower() in _SUFFIXES)
+        images = (path for path in Path(folder, name).rglob("*") if path.suffix.lower() in _SUFFIXES)
+        # Hidden files, such as the ._0.png that some systems leave beside 0.png, are none.
+        found = sorted(path for path in images if not any(part.startswith(".") for part in path.relative_to(folder).parts))
         files += found
         labels += [label] * len(found)
     if not files:

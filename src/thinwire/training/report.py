@@ -13,12 +13,12 @@ from rich.table import Table
 from thinwire.core.errors import first_line
 from thinwire.parallel.mesh import shape_of
 from thinwire.training.history import Row
-from thinwire.training.logs import read_rows
-from thinwire.training.loop import Outcome
+from thinwire.training.logs import read_rows, write_text
 from thinwire.training.models import num_parameters
+from thinwire.training.outcome import Outcome
 from thinwire.training.progress import format_clock
 from thinwire.training.run_page import FINISHED, NAME, rebuild
-from thinwire.training.summary import BYTE_HEADS, byte_rows, byte_title, harmless
+from thinwire.training.summary import BYTE_HEADS, byte_rows, byte_title, dense_step_bytes, harmless
 from thinwire.training.text import TextData
 
 _PROMPT_TOKENS = 16
@@ -35,10 +35,10 @@ def finish(outcome: Outcome, console: Console) -> None:
         return
     rows = read_rows(folder / "log.jsonl")
     summary = summarise(outcome, rows)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
     sample = _sample(outcome, console)
     if sample:
-        (folder / "sample.txt").write_text(sample, encoding="utf-8")
+        write_text(folder / "sample.txt", sample)
     try:
         rebuild(folder, outcome.job.config, FINISHED)
     except Exception as error:  # no page is worth a run
@@ -52,8 +52,10 @@ def summarise(outcome: Outcome, rows: list[Row]) -> dict[str, Any]:
     evaluations = [row for row in rows if row["kind"] == "evaluation"]
     launch = outcome.job.config.launch
     num_replicas, num_shards = shape_of(launch.mesh, launch.islands, state.num_replicas)
-    dense = 2 * (num_replicas - 1) / num_replicas * num_parameters(outcome.model) / num_shards
     steps = max(1, state.step)
+    # The number of replicas may not have been the same at all steps.
+    dense = dense_step_bytes(launch, state.num_replicas, num_parameters(outcome.model))
+    dense = dense if state.dense_bytes is None else state.dense_bytes / steps
     return {
         "optimizer": state.optimizer,
         "num_replicas": num_replicas,
@@ -68,8 +70,8 @@ def summarise(outcome: Outcome, rows: list[Row]) -> dict[str, Any]:
         "received_bytes_per_step": state.received_bytes / steps,
         "sent_bytes": state.sent_bytes,
         "received_bytes": state.received_bytes,
-        "dense_float32_bytes_per_step": 4 * dense,
-        "dense_bfloat16_bytes_per_step": 2 * dense,
+        "dense_float32_bytes_per_step": dense,
+        "dense_bfloat16_bytes_per_step": dense / 2,
         "elapsed_seconds": state.elapsed_seconds,
         "seconds": outcome.seconds,
         "settings": dataclasses.asdict(outcome.job.config),

@@ -1,5 +1,6 @@
 """Tells people and files how a run is going. Only the reporter of the first replica has anyone to tell."""
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -72,6 +73,9 @@ class Reporter:
             return
         traffic = method.traffic.last_step
         for step, loss in enumerate(news.losses, news.first_step):
+            if not math.isfinite(loss):
+                self.say(f"step {step} was left out: its loss is {loss}")
+                continue
             lr = self._config.optim.lr * lr_share(self._config.schedule, step - 1)
             counts = {"sent_bytes": traffic.sent_bytes, "received_bytes": traffic.received_bytes}
             self._log.write("step", step, loss=loss, lr=lr, replicas=news.num_replicas, **counts)

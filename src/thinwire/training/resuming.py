@@ -1,5 +1,6 @@
 """The settings that a run folder holds; what of them may change when the run is resumed, and what may not."""
 
+from dataclasses import fields
 from pathlib import Path
 
 from thinwire.core.errors import CheckpointError
@@ -12,18 +13,22 @@ _FIXED = (
     *("optimizer", "update", "rest_update", "chunk", "topk", "topk_of", "values", "batch", "seed"),
     *("rank", "dense_steps", "local_steps", "fragments"),
 )
-_FREE = ("compile", "activation_checkpointing", "workers", "pretrained")
+# Where the data lies is not what it is, which the checkpoint knows.
+_FREE = ("compile", "activation_checkpointing", "workers", "pretrained", "dataset", "tokenizer")
 
 
 def saved_config(folder: Path) -> TrainConfig:
-    """The settings of a run."""
+    """The settings of a run; those that it does not know have their defaults."""
     path = folder / "config.toml"
     if not path.is_file():
         raise CheckpointError(f"{folder}: this is not a run folder, it has no config.toml")
     values = read_file(path)
-    missing = [setting.name for _, setting in all_fields() if setting.name not in values]
-    if missing:
-        raise CheckpointError(f"{path} is not whole: it lacks {missing[0]}")
+    # A setting that is newer than the run has a default that means what the run did. A file that was cut off lacks whole
+    # sections.
+    sections = {section for section, setting in all_fields() if setting.name in values}
+    for section in fields(TrainConfig):
+        if section.name not in sections:
+            raise CheckpointError(f"{path} is not whole: it has no setting of the {section.name}")
     return override(TrainConfig(), values, str(path))
 
 

@@ -12,12 +12,15 @@ from thinwire.parallel.shaped import shape
 from thinwire.planner.link_spec import parse_link
 from thinwire.planner.links import format_bandwidth, format_seconds
 from thinwire.training.config import LaunchConfig
+from thinwire.training.errors import TrainingError
 
 
 def join_over(launch: LaunchConfig, place: Place, device: torch.device) -> Transport:
     """Meet the other replicas and return the way to reach them, over the link that ``launch`` names, if it does."""
     # NCCL does not tell the host when an exchange ends, so that it could not be held back.
     backend = "gloo" if launch.link and launch.backend == "auto" else launch.backend
+    if backend == "nccl" and place.num_replicas > 1 and device.type != "cuda":
+        raise TrainingError(f"backend=nccl: NCCL is for GPUs, and this is a {device.type}; use --backend gloo or auto")
     transport = join(place, device, backend, launch.timeout_seconds)
     agree_on_link(launch.link, transport)
     return shape(transport, parse_link(launch.link), launch.timeout_seconds) if launch.link else transport

@@ -3,9 +3,17 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from thinwire.parallel.mesh import shape_of
 from thinwire.planner.links import format_bytes
+from thinwire.training.config import LaunchConfig
 
 BYTE_HEADS = ("", "sent", "received", "whole run", "times as much")
+
+
+def dense_step_bytes(launch: LaunchConfig, num_ranks: int, num_parameters: int) -> float:
+    """What a rank sends in a step, and receives, if the replicas reduce whole float32 gradients in a ring."""
+    num_replicas, num_shards = shape_of(launch.mesh, launch.islands, num_ranks)
+    return 4 * 2 * (num_replicas - 1) / num_replicas * num_parameters / num_shards
 
 
 def harmless(text: str) -> str:

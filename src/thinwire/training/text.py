@@ -25,6 +25,7 @@ _IS_VALIDATION = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|\d|$)")
 _PIECE_BYTES = 1 << 20
 # Of the source of installed packages: enough that no byte of it is seen twice in 5,000 steps of 64 x 256.
 _MOST_PACKAGE_BYTES = 128_000_000
+_IS_SHARD = re.compile(r"train|val")
 _NO_SOURCE = ("__pycache__",)
 _NO_LIBRARY = (*_NO_SOURCE, "site-packages", "dist-packages", "test", "tests")
 
@@ -143,7 +144,7 @@ def _files(folder: Path, pattern: str, skip: tuple[str, ...]) -> dict[str, Path]
 
 def _texts(files: dict[str, Path]) -> Iterator[bytes]:
     """Shuffled by name, so that the validation part at the end is like the rest."""
-    for name in sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest()):
+    for name in sorted(files, key=lambda name: hashlib.sha256(os.fsencode(name)).digest()):
         text = files[name].read_bytes()
         if text and b"\0" not in text:
             yield text
@@ -231,6 +232,8 @@ def _cached(text: bytes, tokenizer: Path, encode: Encode, cache: Path) -> Array:
 def _load_shards(config: DataConfig) -> TextData:
     path = Path(config.dataset)
     files = sorted(path.glob("*.bin")) if path.is_dir() else [path]
+    if path.is_dir():
+        _check_kind(path, files)
     validation = [file for file in files if _IS_VALIDATION.search(file.stem)]
     train = [file for file in files if file not in validation]
     vocab_size = config.vocab_size or _GPT2_VOCAB_SIZE
@@ -240,6 +243,22 @@ def _load_shards(config: DataConfig) -> TextData:
         cut = int(len(last) * (1 - config.validation))
         train_parts, validation_parts = [*train_parts, last[:cut]], [last[cut:]]
     return _windows(config, train_parts, validation_parts, vocab_size, None)
+
+
+def _check_kind(folder: Path, files: list[Path]) -> None:
+    """Refuse a folder of texts among which there is some .bin file. Shards with texts beside them, as nanoGPT has them, are
+    told by their names or headers."""
+    texts = sorted(_files(folder, "*.txt", skip=()))
+    if texts and not any(_IS_SHARD.search(file.stem) or _has_header(file) for file in files):
+        raise TrainingError(
+            f"dataset: {folder} has texts ({texts[0]}) and {files[0].name}, which may be a token shard or not: keep shards "
+            "apart from texts, or have train or val in their names"
+        )
+
+
+def _has_header(path: Path) -> bool:
+    first: list[int] = np.fromfile(path, dtype="<i4", count=1).tolist()
+    return first == [_SHARD_MAGIC]
 
 
 def _read_shard(path: Path) -> Array:

@@ -16,6 +16,8 @@ def test_good_values_come_back() -> None:
     ("check", "args", "kind", "words"),
     [
         (check_choice, ("update", "sgn", ["sign", "muon"]), ValueError, "update='sgn'.*did you mean 'sign'"),
+        (check_choice, ("architecture", "bert", ["resnet", "vit"]), ValueError, "is not one of resnet, vit$"),
+        (check_choice, ("update", ["sign"], ["sign", "muon"]), ValueError, r"update=\['sign'\] is not one of muon, sign$"),
         (check_choice, ("update", 7, ["sign", "muon"]), ValueError, "update=7 is not one of muon, sign$"),
         (check_int, ("topk", 0, 1), ValueError, "topk must be an integer >= 1, got 0"),
         (check_int, ("topk", 1.5, 1), TypeError, "topk.*1.5"),

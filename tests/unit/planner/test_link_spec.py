@@ -12,6 +12,8 @@ from thinwire.planner.link_spec import LinkSpec, parse_link
         ("unshaped", LinkSpec()),
         ("unshaped/10mbit,loss=0.02", LinkSpec(None, 10e6, loss=0.02)),
         ("1gbit,0ms", LinkSpec(1e9, 1e9)),
+        ("1 GBIT, 20MS, Loss=1%", LinkSpec(1e9, 1e9, 0.02, loss=0.01)),
+        ("Unshaped / 2.5Gb", LinkSpec(None, 2.5e9)),
     ],
 )
 def test_links_are_read_and_written(text: str, expected: LinkSpec) -> None:
@@ -23,7 +25,9 @@ def test_links_are_read_and_written(text: str, expected: LinkSpec) -> None:
     ("text", "complaint"),
     [
         ("", "link='' names no rate"),
-        ("100MB/s", "link="),
+        ("100MB/s", "link='100MB' is in bytes; write bits per second, such as 800Mbit"),
+        ("100MB,20ms", "link='100MB' is in bytes"),
+        ("unshaped/1.25GB", "link='1.25GB' is in bytes"),
         ("1mbit/2mbit/3mbit", "has 3 rates"),
         ("1mbit,speed=3", "unknown part 'speed=3'"),
         ("1mbit,20", "round_trip must be at most 10 s"),

@@ -224,7 +224,7 @@ def test_the_command_writes_all_it_should(tmp_path: Path, capsys: pytest.Capture
     [
         (["--parameters", "many"], "--parameters='many' is not a number of parameters"),
         (["--link", "1gbit,loss=1%"], "--link='1gbit,loss=1%': the planner knows no jitter and no loss"),
-        (["--replicas", "0"], "num_replicas must be an integer >= 1, got 0"),
+        (["--replicas", "0"], "--replicas must be an integer >= 1, got 0"),
         (["--utilisation", "2"], "--utilisation must be"),
     ],
 )

@@ -15,7 +15,7 @@ import torch
 from thinwire.core.errors import CheckpointError
 from thinwire.exchange.loopback import run_replicas
 from thinwire.exchange.transport import SoloTransport, Transport
-from thinwire.parallel.listing import check_files
+from thinwire.parallel.listing import check_files, list_files
 from thinwire.parallel.state_files import read_state, write_state
 from thinwire.training.checkpoints import Checkpoints, RunState, available_steps, read_run
 
@@ -191,6 +191,41 @@ def test_the_one_before_a_damaged_checkpoint_is_taken(tmp_path: Path, caplog: py
             assert run_replicas(work, 3) == [("step-000020", 20)] * 3
         assert f"replica-{culprit}" in caplog.text
         assert "the checkpoint before it is tried" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["cut", "all"])
+def test_who_reads_the_states_of_all_goes_back_for_any_of_them(what: str, tmp_path: Path) -> None:
+    """Fewer replicas go on with the momenta of all, of which that of a replica that is not there any more is damaged."""
+
+    def work(transport: Transport) -> None:
+        for step in (10, 20):
+            save(tmp_path, step, transport=transport)
+
+    run_replicas(work, 2)
+    state = tmp_path / "checkpoints" / "step-000020" / "replica-1" / "state"
+    path = next(state.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1])
+    if what == "all":
+        shutil.rmtree(state.parent)
+    assert Checkpoints(tmp_path, SoloTransport()).load_run()[1].step == 20
+    assert Checkpoints(tmp_path, SoloTransport()).load_run(reads_all=True)[1].step == 10
+    # A replica that has no state of its own there reads another's.
+    assert Checkpoints(tmp_path, SoloTransport(), slot=2).newest_here()[1].step == 10  # type: ignore[index]
+
+
+def test_checkpoints_of_other_versions(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path)
+    path = checkpoint / "replica-0" / "run.json"
+    facts = json.loads(path.read_text())
+    for name in ("data", "dense_bytes"):
+        del facts[name]
+    path.write_text(json.dumps(facts))
+    list_files(checkpoint, 0, [checkpoint / "replica-0", checkpoint / "model"])
+    assert find_last(tmp_path)[1] == RUN
+    path.write_text(json.dumps({**facts, "moon": "full"}))
+    list_files(checkpoint, 0, [checkpoint / "replica-0", checkpoint / "model"])
+    with pytest.raises(CheckpointError, match=r"run\.json has 'moon', of which this version knows nothing"):
+        find_last(tmp_path)
 
 
 def test_foreign_folders_are_refused(tmp_path: Path) -> None:

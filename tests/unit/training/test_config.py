@@ -19,6 +19,7 @@ from thinwire.training import recipes
 from thinwire.training.config import OptimConfig, ScheduleConfig, TrainConfig, all_fields, check
 from thinwire.training.config_file import as_toml, override, read_file
 from thinwire.training.errors import TrainingError
+from thinwire.training.resuming import saved_config
 
 
 def test_names_are_unique_and_explained() -> None:
@@ -229,10 +230,24 @@ def test_what_may_change_in_a_resumed_run(tmp_path: Path) -> None:
         train.parse(["--resume", str(tmp_path), "--out", "elsewhere"])
     whole = (tmp_path / "config.toml").read_text()
     (tmp_path / "config.toml").write_text(whole[: len(whole) // 2].rsplit("\n", 1)[0])
-    with pytest.raises(CheckpointError, match="is not whole: it lacks"):
+    with pytest.raises(CheckpointError, match="is not whole: it has no setting of the schedule"):
         train.parse(["--resume", str(tmp_path)])
     with pytest.raises(CheckpointError, match="this is not a run folder"):
         train.parse(["--resume", str(tmp_path / "nowhere")])
+
+
+def test_a_run_from_before_a_setting_can_be_resumed_and_shown(tmp_path: Path) -> None:
+    config = recipes.build("gpt-small", "powersgd")
+    lines = as_toml(config).splitlines()
+    for section, setting in all_fields():
+        kept = [line for line in lines if not line.startswith(f"{setting.name} = ")]
+        assert len(kept) == len(lines) - 1
+        (tmp_path / "config.toml").write_text("\n".join(kept))
+        default = {setting.name: getattr(getattr(TrainConfig(), section), setting.name)}
+        assert saved_config(tmp_path) == replace(config, **{section: replace(getattr(config, section), **default)})
+    (tmp_path / "config.toml").write_text("\n".join([*lines, "topkk = 3"]))
+    with pytest.raises(TrainingError, match="no setting 'topkk'; did you mean 'topk'"):
+        saved_config(tmp_path)
 
 
 def test_configurations_are_frozen() -> None:

@@ -42,7 +42,9 @@ def test_memory_of_the_others(optimizer: str, copies: int) -> None:
     assert needs["optimizer state"] == copies * needs["parameters"]
 
 
-@pytest.mark.parametrize("optimizer", ["galore", "topk", "dgc", "signsgd", "onebit-adam", "diloco", "published-code"])
+@pytest.mark.parametrize(
+    "optimizer", ["galore", "muon", "topk", "dgc", "signsgd", "onebit-adam", "diloco", "published-code"]
+)
 def test_memory_of_the_peers_is_that_of_the_real_ones(optimizer: str) -> None:
     config = build("quickstart", optimizer)
     config = replace(config, optim=replace(config.optim, local_steps=2), model=replace(config.model, layers=1, width=32))

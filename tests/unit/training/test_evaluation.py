@@ -1,5 +1,6 @@
 """The validation loss does not depend on how many replicas compute it."""
 
+import math
 from contextlib import nullcontext
 from copy import deepcopy
 
@@ -10,10 +11,25 @@ from torch import nn
 
 from thinwire.exchange.loopback import run_replicas
 from thinwire.exchange.transport import SoloTransport, Transport
+from thinwire.training.divergence import check_parameters
+from thinwire.training.errors import DivergedError
 from thinwire.training.evaluation import Score, average_buffers_, evaluate
 from thinwire.training.examples import Images, TokenWindows
 from thinwire.training.models import Sizes, build_model
 from thinwire.training.recipes import build
+
+
+def test_parameters_that_are_no_numbers_on_one_replica_are_refused_on_all() -> None:
+    def work(transport: Transport) -> str:
+        model = nn.Linear(3, 2)
+        check_parameters(model, transport, 4)
+        with torch.no_grad():
+            model.bias[1] = math.inf if transport.replica == 1 else 0.0
+        with pytest.raises(DivergedError) as error:
+            check_parameters(model, transport, 5)
+        return str(error.value)
+
+    assert len(set(run_replicas(work, 3))) == 1
 
 
 class Logits(nn.Module):

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from thinwire.training import examples
 from thinwire.training.errors import TrainingError
-from thinwire.training.examples import Images, LazyImages, Order, Stream, TokenWindows
+from thinwire.training.examples import Images, LazyImages, Order, Stream, TokenWindows, fingerprint
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 60), st.integers(0, 1000))
@@ -79,3 +80,25 @@ def test_images_from_memory_and_from_files_are_the_same() -> None:
     assert torch.equal(here.inputs, there.inputs)
     assert here.targets.tolist() == there.targets.tolist() == [4, 0, 2]
     assert len(lazy) == 5
+
+
+def test_a_fingerprint_is_of_all_tokens_and_of_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = np.arange(5000, dtype=np.uint16) % 250
+    changed = tokens.copy()
+    changed[3333] += 1
+
+    def found(*parts: np.ndarray) -> str:
+        return fingerprint(TokenWindows(parts, 8, 256))
+
+    assert found(tokens) == found(tokens[:2000], tokens[2000:]) != found(changed)
+    # Where there are too many, what is looked at is spread over all of them.
+    monkeypatch.setattr(examples, "_MOST_HASHED_BYTES", 5000)
+    assert found(tokens) == found(tokens.copy()) != found(tokens[::-1].copy())
+    assert found(tokens) != found(np.concatenate([tokens[:-9], changed[:9]]))
+
+
+def test_labels_are_a_part_of_the_fingerprint() -> None:
+    images = torch.arange(40.0).reshape(10, 1, 2, 2)
+    labels = torch.arange(10)
+    assert fingerprint(Images(images, labels)) == fingerprint(Images(images.clone(), labels.clone()))
+    assert fingerprint(Images(images, labels)) != fingerprint(Images(images, labels.flip(0)))

@@ -10,10 +10,10 @@ from thinwire.core.errors import AgreementError
 from thinwire.exchange.loopback import run_replicas
 from thinwire.exchange.transport import Transport
 from thinwire.parallel.place import Place
-from thinwire.training.config import DataConfig, TrainConfig
+from thinwire.training.config import DataConfig, LaunchConfig, TrainConfig
 from thinwire.training.errors import TrainingError
-from thinwire.training.job import Job, agree, agree_on_key, lock, settle_folder
-from thinwire.training.shaping import agree_on_link
+from thinwire.training.job import Job, agree, agree_on_key, describe, lock, settle_folder
+from thinwire.training.shaping import agree_on_link, join_over
 from thinwire.training.text import load_text
 
 
@@ -30,7 +30,7 @@ def outcome(config: TrainConfig, text: bytes, step: int, transport: Transport, f
     path.write_bytes(text)
     config = replace(config, data=DataConfig(dataset=str(path), sequence=8))
     try:
-        agree(config, load_text(config.data, folder), step, transport)
+        agree(config, describe(load_text(config.data, folder)), step, transport)
     except AgreementError as error:
         return str(error)
     return "agreed"
@@ -54,7 +54,7 @@ def test_a_difference_is_named_on_all(difference: str, tmp_path: Path) -> None:
         optim = replace(TrainConfig().optim, topk=5 if other and difference == "setting" else 32)
         return outcome(replace(TrainConfig(), optim=optim), text, int(other and difference == "step"), transport, tmp_path)
 
-    words = {"text": "fingerprint of the data", "length": "training and", "setting": "topk = 5", "step": "first step: 1"}
+    words = {"text": "tokens, fingerprint ", "length": "training and", "setting": "topk = 5", "step": "first step: 1"}
     for message in run_replicas(work, 2):
         assert "the replicas do not agree" in message
         assert words[difference] in message
@@ -117,3 +117,8 @@ def test_all_or_none_resume() -> None:
         return str(error.value)
 
     assert run_replicas(work, 2) == ["of replicas 0 and 1 one was started with --resume and the other without"] * 2
+
+
+def test_nccl_is_for_gpus() -> None:
+    with pytest.raises(TrainingError, match="backend=nccl: NCCL is for GPUs, and this is a cpu; use --backend gloo or auto"):
+        join_over(LaunchConfig(backend="nccl"), Place(num_replicas=2), torch.device("cpu"))

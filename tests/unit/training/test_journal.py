@@ -56,3 +56,15 @@ def test_a_loss_that_is_no_number_ends_the_run(loss: float) -> None:
     journal.add(torch.tensor(loss))
     with pytest.raises(TrainingError, match=r"the loss of step 6 is (nan|inf)"):
         journal.exchange(False)
+
+
+def test_a_step_that_is_left_out_does_not_end_the_run() -> None:
+    def work(transport: Transport) -> list[float]:
+        journal = Journal(transport, 4, allows_nonfinite=True)
+        journal.add(torch.tensor(math.nan if transport.replica else 1.0))
+        journal.add(torch.tensor(2.0))
+        return journal.exchange(False).losses
+
+    for losses in run_replicas(work, 2):
+        assert math.isnan(losses[0])
+        assert losses[1] == 2.0

@@ -1,5 +1,7 @@
 """The logs of a run: rows, TensorBoard, Weights & Biases, and what becomes of them in a resumed run."""
 
+import errno
+import os
 import sys
 import types
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from thinwire.training.errors import TrainingError
-from thinwire.training.logs import RunLog, read_rows
+from thinwire.training.logs import RunLog, read_rows, write_text
 
 
 def test_rows_and_tensorboard_say_the_same(tmp_path: Path) -> None:
@@ -60,3 +62,13 @@ def test_weights_and_biases_is_told_if_asked_for(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(TrainingError, match="needs the package wandb"):
         RunLog(tmp_path, 0, tensorboard=False, wandb="mine", settings={})
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*summary.json'") as found:
+        write_text(tmp_path / "summary.json", "{}")
+    assert found.value.errno == errno.ENOSPC

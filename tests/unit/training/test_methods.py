@@ -1,6 +1,8 @@
 """Every optimizer trains with the same loop; schedules and groups are what they say."""
 
+import math
 import sys
+from collections import OrderedDict
 from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
@@ -9,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from thinwire.core.errors import NonFiniteGradientError
 from thinwire.exchange.loopback import run_replicas
 from thinwire.exchange.transport import SoloTransport, Transport
 from thinwire.planner.link_spec import parse_link
+from thinwire.training import exchanges
 from thinwire.training.config import OptimConfig, ScheduleConfig
 from thinwire.training.errors import TrainingError
 from thinwire.training.exchanges import settle_exchange
@@ -65,6 +69,19 @@ def test_robust_combination_is_passed_on() -> None:
         assert decoding.combine == changes.get("combine", "mean_over_replicas")
 
 
+def test_gradients_that_are_no_numbers_are_left_out_if_asked() -> None:
+    for on_nonfinite in ("raise", "skip"):
+        model = net()
+        method = build_method(OptimConfig(on_nonfinite=on_nonfinite), model, model, SoloTransport())  # type: ignore[arg-type]
+        assert isinstance(method, Decoupled)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, math.nan)
+        with nullcontext() if on_nonfinite == "skip" else pytest.raises(NonFiniteGradientError):
+            method.step()
+        assert method.optimizer.num_skipped_steps == (on_nonfinite == "skip")
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 def test_the_exchange_is_passed_on() -> None:
     def work(transport: Transport) -> list[tuple[str, int | None]]:
         found = []
@@ -96,6 +113,19 @@ def test_a_known_link_decides_what_auto_is() -> None:
     assert chosen("1mbit", exchange="all_gather") == "all_gather"
     for left_to_demo in ({"overlap": True}, {"delay": 1}, {"num_replicas": 1}):
         assert chosen("1mbit", **left_to_demo) == "auto"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"topk_of": "0.weight=3,out=100"}, {"rest_update": "adamw"}, {"rest_update": "sign", "topk_of": "bias=2"}],
+)
+def test_what_auto_weighs_is_what_will_be_sent(changes: dict[str, Any]) -> None:
+    config = OptimConfig(update="muon", topk=7, chunk=16, **changes)
+    with torch.device("meta"):
+        model = nn.Sequential(OrderedDict({"0": nn.Linear(90, 70), "1": nn.Linear(70, 70), "out": nn.Linear(70, 90)}))
+        model[0].bias.requires_grad_(False)
+        built = Decoupled(config, model, model, SoloTransport()).optimizer.plan
+    assert exchanges._plan(config, model).payload_bytes == built.payload_bytes
 
 
 def test_overlap_changes_nothing_but_the_time() -> None:

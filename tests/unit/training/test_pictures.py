@@ -1,5 +1,6 @@
 """Image data: the digits, folders, and Hugging Face datasets."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,16 @@ def test_a_folder_per_class(folder: Path) -> None:
     batch = data.train.fetch(np.arange(16))
     red, blue = batch.inputs[:, 0, 0, 0], batch.inputs[:, 2, 0, 0]
     assert torch.equal(batch.targets, (red > blue).long())  # classes are in the order of their names: blue, red
+
+
+def test_hidden_files_are_no_images_and_names_need_not_be_utf_8(folder: Path) -> None:
+    (folder / "red" / "._0.png").write_bytes(b"what a system left")
+    (folder / "red" / ".cache").mkdir()
+    draw(folder / "red" / ".cache" / "0.png", (255, 0, 0))
+    draw(folder / "red" / os.fsdecode(b"\xff.png"), (255, 0, 0))
+    data = load_images(DataConfig(dataset=str(folder), image_size=4, validation=0.2))
+    assert len(data.train) + len(data.validation) == 21
+    data.train.fetch(np.arange(len(data.train)))
 
 
 def test_train_and_val_folders(tmp_path: Path) -> None:

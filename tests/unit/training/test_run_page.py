@@ -26,6 +26,7 @@ from thinwire.training.errors import TrainingError
 from thinwire.training.evaluation import Score
 from thinwire.training.history import History, Sampled, Thinned
 from thinwire.training.journal import News
+from thinwire.training.logs import read_rows
 from thinwire.training.recipes import build
 from thinwire.training.reporter import Reporter
 from thinwire.training.run_page import rebuild, write_page
@@ -215,6 +216,16 @@ def test_a_stop_stays_in_the_story_of_a_resumed_run(tmp_path: Path) -> None:
     again.train(1)
     notes = Reader(again.end()).within("li")
     assert notes.index("step 20: stopped") < notes.index("step 20: going on after step 20")
+
+
+def test_a_step_that_was_left_out_is_told_and_not_drawn(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.train(3)
+    run.reporter.news(News(4, [math.nan, 1.0], False, 1), run.method, run.clock, 128, "tokens")
+    rows = read_rows(tmp_path / "run" / "log.jsonl")
+    assert [row["step"] for row in rows if row["kind"] == "step"] == [1, 2, 3, 5]
+    assert [row["text"] for row in rows if row["kind"] == "note"][-1] == "step 4 was left out: its loss is nan"
+    rebuild(tmp_path / "run", CONFIG)
 
 
 def test_replicas_that_come_and_go_are_drawn(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Text data: every source, and what is wrong with some of them."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +114,24 @@ def test_token_shards(header: bool, tmp_path: Path) -> None:
     assert loaded.validation.fetch(np.array([0])).inputs[0, 0].item() == 5000
     alone = load_text(data(tmp_path / "train_000.bin", sequence=20, validation=0.1), tmp_path)
     assert alone.validation.fetch(np.array([0])).inputs[0, 0].item() == 900
+
+
+def test_shards_are_not_mistaken_for_what_lies_among_texts(tmp_path: Path) -> None:
+    (tmp_path / "input.txt").write_text("some text\n" * 100)
+    write_shard(tmp_path / "thumbnail.bin", np.arange(1000), header=False)
+    with pytest.raises(TrainingError, match=r"has texts \(input.txt\) and thumbnail.bin, which may be a token shard or not"):
+        load_text(data(tmp_path, sequence=20), tmp_path)
+    write_shard(tmp_path / "thumbnail.bin", np.arange(1000), header=True)
+    assert load_text(data(tmp_path, sequence=20), tmp_path).vocab_size == 50304
+    (tmp_path / "thumbnail.bin").unlink()
+    write_shard(tmp_path / "train.bin", np.arange(1000), header=False)
+    assert load_text(data(tmp_path, sequence=20), tmp_path).vocab_size == 50304
+
+
+def test_names_need_not_be_utf_8(tmp_path: Path) -> None:
+    for name in (b"\xff\xfe.txt", b"a.txt"):
+        Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), name))).write_text("some text\n" * 50)
+    assert len(load_text(data(tmp_path, sequence=20), tmp_path).train) == 950 // 20
 
 
 def test_damaged_shards(tmp_path: Path) -> None:
