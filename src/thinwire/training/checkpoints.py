@@ -266,13 +266,14 @@ def read_run(checkpoint: Path, replica: int) -> RunState:
     if not parts:
         raise CheckpointError(f"{checkpoint} holds no replica's run.json, so this is no whole checkpoint of thinwire")
     found = replica if replica in parts else parts[0]
-    check_files(checkpoint, found, f"replica-{found}/run.json")
-    facts = json.loads((checkpoint / f"replica-{found}" / "run.json").read_text())
+    name = f"replica-{found}/run.json"
+    check_files(checkpoint, found, name)
+    facts = json.loads((checkpoint / name).read_text())
     if facts.get("format") != _FORMAT:
         raise CheckpointError(f"{checkpoint} has format {facts.get('format')!r}, this version reads {_FORMAT}")
     unknown = facts.keys() - {fact.name for fact in fields(RunState)}
     if unknown:
         raise CheckpointError(
-            f"{found} has {min(unknown)!r}, of which this version knows nothing: use the one that wrote it"
+            f"{checkpoint / name} has {min(unknown)!r}, of which this version knows nothing: use the one that wrote it"
         )
     return RunState(**facts)
