@@ -71,6 +71,7 @@ def test_what_was_run_is_not_run_again(tmp_path: Path) -> None:
     assert len(row["curve"]) == 2
     assert row["loss"] == row["curve"][-1][1]
     assert row["sent_bytes"] > 0
+    assert 0 < row["passes"] < 1
     assert json.loads((folder / "environment.json").read_text())["torch"] == torch.__version__
 
 

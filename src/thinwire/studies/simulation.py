@@ -91,6 +91,11 @@ class Simulation:
         else:
             self.method = VirtualAverage(self.model, config, num_replicas)
 
+    @property
+    def passes(self) -> float:
+        """How often the data has been seen."""
+        return self.step * self._order.batch / self._order.num_examples
+
     @torch.no_grad()
     def take_step(self) -> None:
         """One step of all replicas."""

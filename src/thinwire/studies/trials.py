@@ -129,6 +129,7 @@ def train(trial: Trial, simulation: Simulation, watch: Callable[[], None] | None
         "curve": curve,
         "sent_bytes": round(statistics.mean(sent_bytes)),
         "parameters": num_parameters(simulation.model),
+        "passes": float(f"{simulation.passes:.4g}"),
         "seconds": round(seconds, 2),
         "step_seconds": round(seconds / max(1, simulation.step), 5),
     }
