@@ -169,7 +169,7 @@ class Attempt:
         self.has_given_up = True
         headers = [_given_up(self.header.step, self.header.replica, bucket) for bucket, _ in self._buckets]
         self.said[self.num_sent :] = headers[self.num_sent :]
-        try:
+        with _saying_if_nobody_hears():
             for (bucket, encoding), header in list(zip(self._buckets, headers, strict=True))[self.num_sent :]:
                 open_(encoding.payload_B, header)
                 self._send(bucket, encoding, header)
@@ -177,8 +177,6 @@ class Attempt:
                 self._route.turn_(bucket, encoding, header, self._groups)
             for _, encoding in self._buckets:
                 encoding.wait()
-        except ThinwireError as error:
-            _log.warning("could not tell the other replicas that this one gave up: %s", error)
 
     def _inspect_(self) -> None:
         for bucket, encoding in self._buckets:
@@ -222,11 +220,8 @@ class Attempt:
         received.update(repr(sorted(self.refused)).encode())
         if is_catching_up and any(header.digest != self.header.digest for header in headers):
             raise ExchangeError(f"step {self.header.step} is not one that this replica can follow")
-        gave_up = [header for header in headers if header.gave_up]
-        if all(header.digest != _NO_DIGEST for header in gave_up):
-            _compare_digests(headers, self.header, self.description, metered(self._transport, self._traffic))
-        for header in gave_up:
-            raise ExchangeError(f"replica {header.replica} gave up step {self.header.step} because of an error of its own")
+        _compare_digests(headers, self.header, self.description, metered(self._transport, self._traffic))
+        _refuse_given_up([header for header in headers if header.gave_up], self.header.step)
         self.received = received.hexdigest()
         return headers
 
@@ -334,11 +329,21 @@ def _given_up(step: int, replica: int, bucket: Bucket) -> Header:
     return Header(_NO_DIGEST, step, replica, bucket.index, gave_up=True)
 
 
-def give_up_(route: Route, replica: int) -> None:
+def give_up_(route: Route, step: int, replica: int) -> None:
     """Send what the others wait for, marked as worthless, where there is no attempt that could."""
-    headers = [_given_up(0, replica, bucket) for bucket in route.buckets]
-    for _, room, _ in _exchange_headers(route, headers):
-        room.wait()
+    headers = [_given_up(step, replica, bucket) for bucket in route.buckets]
+    with _saying_if_nobody_hears():
+        for _, room, _ in _exchange_headers(route, headers):
+            room.wait()
+
+
+@contextmanager
+def _saying_if_nobody_hears() -> Iterator[None]:
+    """The error that made this replica give up is the one to be raised."""
+    try:
+        yield
+    except ThinwireError as error:
+        _log.warning("could not tell the other replicas that this one gave up: %s", error)
 
 
 def _exchange_headers(route: Route, headers: Sequence[Header]) -> list[tuple[Bucket, Encoding, Header]]:
@@ -373,6 +378,12 @@ def announce_plan(
     _compare_digests(headers, header, description, metered(transport, traffic))
 
 
+def _refuse_given_up(headers: Sequence[Header], step: int) -> None:
+    for header in headers:
+        raise ExchangeError(f"replica {header.replica} gave up step {step} because of an error of its own")
+
+
 def _compare_digests(headers: Sequence[Header], mine: Header, description: Sequence[str], all_gather: AllGather) -> None:
+    _refuse_given_up([header for header in headers if header.digest == _NO_DIGEST], mine.step)
     if any(header.digest != mine.digest for header in headers):
         name_the_difference(description, all_gather)

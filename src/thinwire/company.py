@@ -111,14 +111,14 @@ class Company:
         self._agreed_plan, self._agreed_route = plan, route
 
     @contextmanager
-    def given_up_on_error(self, island: Island) -> Iterator[None]:
+    def given_up_on_error(self, island: Island, step: int) -> Iterator[None]:
         """If this rank fails inside, before it has an attempt, the other ranks of its island will give theirs up: so its
         counterparts in other islands, too, must get what they wait for."""
         try:
             yield
         except Exception as error:  # who is interrupted should not wait for others
             if not (island.is_one_rank or self.is_alone or isinstance(error, ThinwireError)):
-                give_up_(self._agreed_route, self.transport.replica)
+                give_up_(self._agreed_route, step, self.transport.replica)
             raise
 
     def first_troubled(self, attempt: Attempt, parameters: Sequence[Tensor]) -> Header | None:

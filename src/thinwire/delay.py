@@ -11,6 +11,7 @@ from torch import Tensor
 
 from thinwire.attempt import Attempt
 from thinwire.core.errors import check_bool, check_int
+from thinwire.exchange.sharding import Island
 from thinwire.slabs import LocalTensor
 
 
@@ -27,6 +28,11 @@ class Delay:
         """The true parameters, while the model's run ahead."""
         self.newest: Attempt | None = None
         self.under_way: Attempt | None = None
+
+    def check(self, island: Island) -> None:
+        """Refuse replicas of several ranks: these would have to settle an error of one of them together."""
+        if self.is_on and not island.is_one_rank:
+            raise ValueError("delay=1 does not go with sharded replicas; leave it out")
 
     @property
     def facts(self) -> dict[str, object]:

@@ -5,7 +5,6 @@ Each stack of a bucket is handled by a backend: `TorchStack`, the readable one, 
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -176,15 +175,9 @@ class LocalStep:
 
     def encode_(self, bucket: Bucket, groups: Sequence[GroupStep], encoding: Encoding) -> None:
         """Encode every stack of a bucket, see `StackStep.encode_`. Header and checksum are left to the caller."""
-        with self._own_precision(bucket):
-            for stack in bucket.stacks:
-                encoding.begun.append(stack)
-                self.steps[stack].encode_(groups[stack.group], encoding.payload_B)
-
-    def _own_precision(self, bucket: Bucket) -> AbstractContextManager[None]:
-        """The caller may be inside `torch.autocast`, which would make the products coarser."""
-        kind = self._payload_device(bucket).type
-        return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+        for stack in bucket.stacks:
+            encoding.begun.append(stack)
+            self.steps[stack].encode_(groups[stack.group], encoding.payload_B)
 
     def undo_(self, bucket: Bucket, groups: Sequence[GroupStep], encoding: Encoding) -> None:
         """Take `encode_` back, see `StackStep.undo_`; where the fused backend runs, if the verdict is against the step."""
@@ -208,9 +201,8 @@ class LocalStep:
     def apply_(self, bucket: Bucket, groups: Sequence[GroupStep], payloads_RB: Tensor, decoding: Decoding) -> None:
         """Apply everyone's payloads to the parameters, see `StackStep.apply_`; where the fused backend runs, unless the
         verdict is against the step."""
-        with self._own_precision(bucket):
-            for stack in bucket.stacks:
-                self.steps[stack].apply_(groups[stack.group], payloads_RB, decoding)
+        for stack in bucket.stacks:
+            self.steps[stack].apply_(groups[stack.group], payloads_RB, decoding)
         self.island.spread_(bucket)
 
     def set_verdict_(self, verdict: Verdict) -> None:

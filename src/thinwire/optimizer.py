@@ -23,7 +23,7 @@ from thinwire.exchange.transport import Transport
 from thinwire.gradients import tell_trouble
 from thinwire.local_step import BACKENDS, LocalStep
 from thinwire.membership import make_alike, membership_of, try_step
-from thinwire.options import ON_BAD_PAYLOAD, ON_NONFINITE, PUBLISHED_OPTIONS, check_group
+from thinwire.options import ON_BAD_PAYLOAD, ON_NONFINITE, PUBLISHED_OPTIONS, check_group, with_plain_lr_
 from thinwire.overlap import Overlap, check_nothing_changed
 from thinwire.routes import make_route
 from thinwire.wire.payload import Header
@@ -151,13 +151,13 @@ class DeMo(Optimizer):
         self.refused_payloads = self._company.refused
         """How many payloads of which replica did not count."""
         self.membership = membership_of(self._transport, delay)
-        self.exchange = choose_exchange(
-            exchange, self._company.dealing.is_on, self.num_replicas, delay, self.membership.can_change
-        )
+        has_islands, can_change = self._company.dealing.is_on, self.membership.can_change
+        self.exchange = choose_exchange(exchange, has_islands, self.num_replicas, delay, can_change)
         """What ``exchange`` came to."""
         self._owner_topk = None if owner_topk is None else check_int("owner_topk", owner_topk, 1)
         self._is_ready = True
         self._rebuild()
+        self._delay.check(self.island)
         self._agree_and_synchronise(self.param_groups)
 
     @classmethod
@@ -236,7 +236,7 @@ class DeMo(Optimizer):
         attempt = self._overlap.take() if self._overlap is not None else None
         with self._delay.settled_on_error(self._finish), self.island.told_of_failure():
             if attempt is None:
-                with self._company.given_up_on_error(self.island):
+                with self._company.given_up_on_error(self.island, self.num_steps + 1):
                     self._prepare()
                     attempt = self._attempt()
             else:
@@ -408,8 +408,8 @@ class DeMo(Optimizer):
     def _description(self, is_of_step: bool = True) -> list[str]:
         """What all replicas must share, at this step or all the time."""
         facts = {**self._decoding._asdict(), **self.drift.facts, **self._delay.facts}
-        facts |= {"on_nonfinite": self._on_nonfinite, "on_bad_payload": self._on_bad_payload}
-        facts |= {"sync_parameters": self._sync_parameters}
+        policies = ("on_nonfinite", "on_bad_payload", "sync_parameters")
+        facts |= {name: getattr(self, f"_{name}") for name in policies}
         if is_of_step:
             facts |= {"step": self.num_steps, RECEIVED: self._company.received}
         return [*planning.describe(self._plan, self.param_groups if is_of_step else (), facts), *self.membership.facts]
@@ -451,7 +451,7 @@ class DeMo(Optimizer):
     def _refresh(self) -> None:
         """Check the groups, which schedulers and users write to, and rebuild the plan if need be."""
         for group in self.param_groups:
-            check_group(group)
+            check_group(with_plain_lr_(group))
         planning.check_codings(self._plan, self.param_groups)
         if planning.signature_of(self.param_groups, self.state) != self._planned_signature:
             self._rebuild()

@@ -93,6 +93,13 @@ def lr_of(group: Mapping[str, Any]) -> object:
     return 0.0 if -_NEARLY_ZERO < float(lr) < 0 else float(lr)
 
 
+def with_plain_lr_(group: dict[str, Any]) -> dict[str, Any]:
+    """The group, with a learning rate that checkpoints can hold: a schedule may have made a number of numpy's of it."""
+    if isinstance(group["lr"], Real) and not isinstance(group["lr"], (int, float)):
+        group["lr"] = float(group["lr"])
+    return group
+
+
 def check_parameter(parameter: Tensor, name: str) -> None:
     """Refuse what cannot be trained here."""
     if not parameter.is_floating_point():
@@ -104,7 +111,7 @@ def check_parameter(parameter: Tensor, name: str) -> None:
 def coding_of(group: Mapping[str, Any]) -> Coding:
     """The part of a group that the plan needs."""
     values = _AUTO_VALUES[group["update"]] if group["values"] == "auto" else group["values"]
-    return Coding(int(group["chunk"]), int(group["topk"]), values, group["layout"], int(group["dense_below"]))
+    return Coding(group["chunk"], group["topk"], values, group["layout"], group["dense_below"])
 
 
 def settings_lines(index: int, group: Mapping[str, Any]) -> list[str]:

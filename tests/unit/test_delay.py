@@ -11,7 +11,9 @@ from thinwire import DeMo, ExchangeError, ThinwireError
 from thinwire.core.layout import bands_of, plan_layout
 from thinwire.core.scratch import Scratch
 from thinwire.core.transform import forward
+from thinwire.delay import Delay
 from thinwire.exchange.loopback import LoopbackTransport, run_replicas
+from thinwire.exchange.sharding import Island
 
 GRADIENTS = [[torch.randn(32, 48) for _ in range(2)] for _ in range(5)]
 START = torch.randn(32, 48)
@@ -237,3 +239,8 @@ def test_bad_options() -> None:
     for options in ({"delay": 2}, {"delay": -1}, {"look_ahead": True}):
         with pytest.raises(ValueError, match="delay"):
             DeMo([parameter], **options)  # type: ignore[arg-type]
+    island = Island(())
+    Delay(1, False).check(island)
+    island.is_one_rank = False
+    with pytest.raises(ValueError, match="delay=1 does not go with sharded replicas"):
+        Delay(1, False).check(island)

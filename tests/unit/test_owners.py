@@ -293,6 +293,39 @@ def test_another_exchange_on_one_replica_is_named_on_all() -> None:
         assert "exchange: owner, which keeps [256] coefficients" in message
 
 
+@pytest.mark.parametrize("exchange", ["all_gather", "owner"])
+def test_who_gives_up_while_another_changes_its_plan_is_named_and_training_can_go_on(exchange: str) -> None:
+    def work(transport: LoopbackTransport) -> list[str]:
+        model = build()
+        options = {"chunk": 16, "topk": 8, "exchange": exchange}
+        optimizer = DeMo(model.parameters(), lr=1e-2, transport=transport, **options)  # type: ignore[arg-type]
+        said = []
+        for step in range(4):
+            if step == 1 and transport.replica == 0:
+                optimizer.param_groups[0]["topk"] = 16
+            if step == 1 and transport.replica == 1:
+                optimizer._local.encode_ = _fail  # type: ignore[method-assign]
+            try:
+                train_step(model, optimizer, step, transport.replica)
+                said.append("")
+            except (MemoryError, ExchangeError) as error:
+                said.append(str(error))
+            if step == 1 and transport.replica == 0:
+                optimizer.param_groups[0]["topk"] = 8
+            if step == 1 and transport.replica == 1:
+                del optimizer._local.encode_
+        return said
+
+    everyone = run_replicas(work, 3, timeout_seconds=10)
+    gave_up = "replica 1 gave up step 2 because of an error of its own"
+    assert [said[1] for said in everyone] == [gave_up, "no room", gave_up]
+    assert all(said[::2] == [""] * 2 and said[3] == "" for said in everyone)
+
+
+def _fail(*_: object) -> None:
+    raise MemoryError("no room")
+
+
 def test_a_plan_may_change_on_the_way_if_all_change_it_and_else_all_stop() -> None:
     def work(transport: LoopbackTransport, who: tuple[int, ...]) -> Tensor | str:
         model = build()

@@ -99,6 +99,7 @@ def test_what_several_studies_want_is_trained_once(at_once: int, tmp_path: Path)
     books = [Book(name, Rows(tmp_path / name), lambda _, trial=trial: [trial]) for name, trial in trials.items()]  # type: ignore[misc]
     assert sorted(book.name for book, _ in run_all(books, CPU, at_once)) == ["one", "other", "own"]
     one, other, measured = (Rows(tmp_path / name).rows[0] for name in trials)
+    assert [len(Rows(tmp_path / name).rows) for name in trials] == [1, 1, 1]
     assert other in (one, measured)
     assert "memory" in measured
 

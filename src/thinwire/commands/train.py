@@ -162,6 +162,7 @@ def _choose_folder(asked: TrainCommand, place: Place) -> Path:
             raise TrainingError(f"out={folder} already holds a run: go on with --resume {folder}, or name another folder")
         if any(row["kind"] == "step" for row in read_rows(folder / "log.jsonl")):
             raise TrainingError(f"out={folder} already holds a run: it has no checkpoint; name another folder")
+        (folder / "log.jsonl").unlink(missing_ok=True)
     return folder
 
 

@@ -6,7 +6,6 @@ Lives in ``core`` so that every layer can use it. Holds no tensor maths.
 import difflib
 import math
 from collections.abc import Iterable
-from numbers import Integral, Real
 
 
 class ThinwireError(RuntimeError):
@@ -63,16 +62,16 @@ def check_choice(name: str, value: object, allowed: Iterable[str]) -> str:
 
 def check_int(name: str, value: object, least: int) -> int:
     """Return ``value`` if it is an integer of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer >= {least}, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be an integer >= {least}, got {value}")
-    return int(value)
+    return value
 
 
 def check_float(name: str, value: object, least: float, most: float = math.inf) -> float:
     """Return ``value`` as a float if it lies in [least, most]."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number from {least} to {most}, got {value!r}")
     number = float(value)
     if not least <= number <= most or math.isinf(number):

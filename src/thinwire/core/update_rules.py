@@ -96,9 +96,10 @@ def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
     norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True, dtype=torch.float64).to(wide.dtype)
     is_rounded = wide.is_cuda and wide.dtype == torch.float32
     x = (wide / torch.where(norm > 0, norm, 1)).to(torch.bfloat16 if is_rounded else wide.dtype)
-    for _ in range(num_iterations):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    with torch.autocast(x.device.type, enabled=False):  # the caller may be inside one
+        for _ in range(num_iterations):
+            gram = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     found = (x.mT if is_tall else x).to(matrices.dtype)
     return found.reshape(matrices.shape)
 

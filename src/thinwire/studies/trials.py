@@ -254,7 +254,8 @@ def _shared_row(trial: Trial, books: Sequence[Book]) -> Row | None:
     """That of another book; but not for a trial that also measures something of its own."""
     if type(trial) is not Trial:
         return None
-    return next((row for book in books for row in book.rows.rows if row["trial"] == trial.facts), None)
+    rows = (row for book in books for row in book.rows.rows)
+    return next((row for row in rows if json.dumps(row["trial"], sort_keys=True) == trial.key), None)
 
 
 def _shared_rows(books: Sequence[Book]) -> Iterator[tuple[Book, Row]]:
