@@ -24,6 +24,8 @@ _PR_SET_PDEATHSIG = 1
 SYSTEM_FOLDERS = "/usr/local/sbin:/usr/sbin:/sbin:/usr/bin:/bin"
 _COMMAND_SECONDS = 30.0
 _MOST_SWEEPS = 100
+# One is not enough: a process may start another after all were listed, and be gone before its namespace is looked at.
+_EMPTY_SWEEPS = 3
 
 
 def hold() -> int:
@@ -75,12 +77,14 @@ def _reply(answer: dict[str, object]) -> None:
 
 def sweep(namespace: int) -> None:
     """kill -9 for every other process of this network namespace, also for those that its processes have started."""
+    num_empty = 0
     for _ in range(_MOST_SWEEPS):
         found = [pid for pid in _processes() if pid != os.getpid() and _namespace_of(pid) == namespace]
         for pid in found:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        if not found:
+        num_empty = 0 if found else num_empty + 1
+        if num_empty == _EMPTY_SWEEPS:
             return
         time.sleep(0.01)
 
