@@ -73,10 +73,9 @@ def check_float(name: str, value: object, least: float, most: float = math.inf) 
     """Return ``value`` as a float if it lies in [least, most]."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number from {least} to {most}, got {value!r}")
-    number = float(value)
-    if not least <= number <= most or math.isinf(number):
+    if not least <= value <= most or math.isinf(value):
         raise ValueError(f"{name} must be a finite number from {least} to {most}, got {value}")
-    return number
+    return float(value)
 
 
 def check_bool(name: str, value: object) -> bool:
