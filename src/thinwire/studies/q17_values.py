@@ -63,7 +63,7 @@ def _contenders(size: str) -> list[Contender]:
 
 
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
-    return due(_contenders(size), rows, size, SEEDS[:2] if size == FULL else SEEDS[:1])
+    return due(_contenders(size), rows, size, SEEDS if size == FULL else SEEDS[:1])
 
 
 def _outcomes(rows: Sequence[Row]) -> dict[Case, Outcome]:

@@ -47,7 +47,7 @@ def contenders(size: str) -> list[Contender]:
 
 
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
-    return due(contenders(size), rows, size, SEEDS[:2] if size == FULL else SEEDS[:1])
+    return due(contenders(size), rows, size, SEEDS if size == FULL else SEEDS[:1])
 
 
 def _outcomes(rows: Sequence[Row]) -> dict[Setting, Outcome]:
