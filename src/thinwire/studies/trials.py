@@ -150,14 +150,19 @@ class Rows:
         self.folder = folder
         self._path = folder / "rows.jsonl"
         self.rows: list[Row] = [_with_defaults(json.loads(line)) for line in self._lines()]
+        self._by_key = {_key_in(row): row for row in self.rows}
 
     def _lines(self) -> list[str]:
         return self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
 
     def missing(self, trials: Iterable[Trial]) -> list[Trial]:
         """Those that have no row yet, each once."""
-        known = {json.dumps(row["trial"], sort_keys=True) for row in self.rows}
-        return list({trial.key: trial for trial in trials if trial.key not in known}.values())
+        by_key = {trial.key: trial for trial in trials}
+        return [trial for key, trial in by_key.items() if key not in self._by_key]
+
+    def find(self, trial: Trial) -> Row | None:
+        """That of a training, if it is there."""
+        return self._by_key.get(trial.key)
 
     def add(self, row: Row) -> None:
         """Append a row to the file, in one write; with its commit, since a folder may have rows of several."""
@@ -168,6 +173,12 @@ class Rows:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         self.rows.append(row)
+        self._by_key[_key_in(row)] = row
+
+
+def _key_in(row: Row) -> str:
+    """The `Trial.key` of a row's; of what was no trial, such as a benchmark's, it means nothing."""
+    return json.dumps(row.get("trial"), sort_keys=True)
 
 
 @cache
@@ -189,11 +200,16 @@ class Book:
     name: str
     rows: Rows
     plan: Callable[[Sequence[Row]], Sequence[Trial]]
+    _planned: tuple[int, list[Trial]] | None = field(default=None, init=False, repr=False)
 
     @property
     def due(self) -> list[Trial]:
         """What has no row yet."""
-        return self.rows.missing(self.plan(self.rows.rows))
+        num_rows = len(self.rows.rows)
+        # Many books are asked whenever any has a row, and planning reads all rows for every contender.
+        if self._planned is None or self._planned[0] != num_rows:
+            self._planned = num_rows, self.rows.missing(self.plan(self.rows.rows))
+        return self._planned[1]
 
 
 def run_all(
@@ -254,8 +270,7 @@ def _shared_row(trial: Trial, books: Sequence[Book]) -> Row | None:
     """That of another book; but not for a trial that also measures something of its own."""
     if type(trial) is not Trial:
         return None
-    rows = (row for book in books for row in book.rows.rows)
-    return next((row for row in rows if json.dumps(row["trial"], sort_keys=True) == trial.key), None)
+    return next((row for book in books if (row := book.rows.find(trial)) is not None), None)
 
 
 def _shared_rows(books: Sequence[Book]) -> Iterator[tuple[Book, Row]]:
