@@ -37,6 +37,8 @@ def made_up(trial: Trial, chance: random.Random) -> Row:
 def test_a_study_comes_to_an_end_and_says_something(study: Study, size: str, tmp_path: Path) -> None:
     folder, chance, rows = tmp_path / "2000-01-01_cpu", random.Random(1), list[Row]()
     study.find([], RESULTS)
+    if study.has_trials and size not in study.sizes:
+        return
     for _ in range(20):
         known = {json.dumps(row["trial"], sort_keys=True) for row in rows}
         new = [trial for trial in study.plan(size, rows) if trial.key not in known]
@@ -104,12 +106,13 @@ def test_what_several_studies_want_is_trained_once(at_once: int, tmp_path: Path)
     assert "memory" in measured
 
 
-def test_what_others_have_trained_is_kept_when_a_training_cannot_be_built(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_a_training_that_cannot_be_built_keeps_no_other_from_being_run(at_once: int, tmp_path: Path) -> None:
     good = Trial("quickstart", 2, settings={**TINY, "steps": 2, "eval_every": 2})
     bad = replace(good, optimizer="topk")
-    books = [Book("good", Rows(tmp_path / "good"), lambda _: [good]), Book("bad", Rows(tmp_path / "bad"), lambda _: [bad])]
+    books = [Book("bad", Rows(tmp_path / "bad"), lambda _: [bad]), Book("good", Rows(tmp_path / "good"), lambda _: [good])]
     with pytest.raises(TrainingError, match="topk is not simulated"):
-        list(run_all(books, CPU, at_once=2))
+        list(run_all(books, CPU, at_once))
     assert len(Rows(tmp_path / "good").rows) == 1
     assert not (tmp_path / "bad").exists()
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,11 @@ from thinwire.studies.figure import Drawing, Page, dot, edge, line, logarithmic,
 from thinwire.studies.labels import Named
 from thinwire.studies.questions import STUDIES
 from thinwire.studies.report import (
-    NO_EVIDENCE,
+    CAUTIONS,
     Answer,
     Origin,
     chosen_folder,
-    is_small,
+    size_of,
     told,
     write_markdown,
     write_page,
@@ -110,7 +111,7 @@ def test_bars_are_read_with_their_parts() -> None:
     assert [(one.name, list(one.values)) for one in strips.strips] == [("demo", [1.0, 3.0]), ("adamw", [2.0, 4.0])]
 
 
-def an_answer(tmp_path: Path, answer: str = "Yes: **3** <b>.", small: bool = True) -> Answer:
+def an_answer(tmp_path: Path, answer: str = "Yes: **3** <b>.", size: str = "small") -> Answer:
     page = Page()
     line(page.panels[0], [(0, 1.0), (1, 2.0)], "a <b>", 0)
     line(page.panels[0], [(0, 2.0), (1, 1.0)], "other", 1)
@@ -126,7 +127,7 @@ def an_answer(tmp_path: Path, answer: str = "Yes: **3** <b>.", small: bool = Tru
     nothing = Page()
     nothing.save(folder / "b.png")
     drawings = {"a.png": Drawing(page, "A caption."), "b.png": Drawing(nothing, "No chart.")}
-    return Answer(study, folder, finding, drawings, [Origin("thinwire study run q0", folder, "3 rows")], small)
+    return Answer(study, folder, finding, drawings, [Origin("thinwire study run q0", folder, "3 rows")], size)
 
 
 def test_a_section_has_all_that_a_reader_needs(tmp_path: Path) -> None:
@@ -137,7 +138,7 @@ def test_a_section_has_all_that_a_reader_needs(tmp_path: Path) -> None:
     assert [entry for entry in read.fetched if "src=data:image/png;base64," not in entry] == []
     assert "Is it?" in read.within("p")
     assert "Yes: " in read.within("p")
-    assert NO_EVIDENCE in read.within("p")
+    assert CAUTIONS["small"] in read.within("p")
     assert read.within("li")[-2:] == ["it is.", "it was."]
     assert len(read.all("figure", kind="chart")) == 1
     assert len(read.all("img")) == 1
@@ -152,12 +153,15 @@ def test_a_section_has_all_that_a_reader_needs(tmp_path: Path) -> None:
         "| x | 1 |",
         "![A caption.](../results/q0/a.png)",
         "`thinwire study run q0`: [3 rows](../results/q0)",
-        NO_EVIDENCE,
+        CAUTIONS["small"],
     ):
         assert words in text
-    assert "are no evidence" not in re.sub(
-        r"A study of the small size.*", "", _sections(an_answer(tmp_path / "full", small=False), tmp_path)
-    )
+    medium = _sections(an_answer(tmp_path / "medium", size="medium"), tmp_path)
+    assert CAUTIONS["medium"] in medium
+    assert "| medium size, 3 rows |" in medium
+    full = _sections(an_answer(tmp_path / "full", size="full"), tmp_path)
+    assert "| 3 rows |" in full
+    assert not any(caution in full for caution in CAUTIONS.values())
 
 
 def _sections(one: Answer, tmp_path: Path) -> str:
@@ -170,20 +174,22 @@ def test_a_study_without_rows_says_what_makes_them(tmp_path: Path) -> None:
     assert one.words == "Nothing is known yet: `thinwire study run q0` makes the rows."
 
 
-def test_a_small_size_is_told_from_a_full_one(tmp_path: Path) -> None:
+def test_sizes_are_told_from_each_other(tmp_path: Path) -> None:
     study, full, folder = STUDIES["q3"], STUDIES["q3"].plan("full", [])[0], tmp_path / "q3" / "2000-01-01_cpu"
-    assert not is_small(study, folder)
+    assert size_of(study, folder) is None
     folder.mkdir(parents=True)
     rows = [trial.facts for trial in study.plan("small", [])]
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({"trial": facts, "loss": 1.0}) + "\n" for facts in rows))
-    assert is_small(study, folder)
+    assert size_of(study, folder) == "small"
+    shutil.copytree(folder, folder.with_name(f"{folder.name}_medium"))
+    assert size_of(study, folder.with_name(f"{folder.name}_medium")) == "medium"
     path.write_text(path.read_text() + json.dumps({"trial": full.facts, "loss": 1.0}) + "\n")
-    assert not is_small(study, folder)
+    assert size_of(study, folder) == "full"
     # What both sizes have is no sign of the full one.
     both = next(trial for trial in STUDIES["q10"].plan("full", []) if trial.recipe == "rehearsal")
     path.write_text(json.dumps({"trial": both.facts, "loss": 1.0}) + "\n")
-    assert is_small(STUDIES["q10"], folder)
+    assert size_of(STUDIES["q10"], folder) == "small"
 
 
 def test_the_best_rows_that_have_an_answer_are_taken(tmp_path: Path) -> None:

@@ -40,8 +40,9 @@ class RunCommand:
 
     names: tyro.conf.Positional[tuple[str, ...]]
     """Studies, such as q3, or all."""
-    size: Literal["small", "full"] = "small"
-    """small: a minute or two each on a CPU. full: for a GPU."""
+    size: Literal["small", "medium", "full"] = "small"
+    """small: a minute or two each on a CPU, no evidence. medium: the same model trained longer, with tuned learning rates
+    and three seeds, a quarter of an hour each. full: a larger model, for a GPU."""
     device: str = "auto"
     """cuda, cpu, or auto: a GPU if there is one."""
     at_once: int = 1
@@ -125,11 +126,15 @@ def _run(asked: RunCommand, console: Console) -> int:
 
     device, deadline = device_of(asked.device), time.monotonic() + (asked.seconds or math.inf)
     studies = _chosen(asked.names)
-    folders = {one.name: folder_for(asked.results, one.name, device, asked.anew) for one in studies if one.has_trials}
+    with_trials = [one for one in studies if one.has_trials and asked.size in one.sizes]
+    folders = {one.name: folder_for(asked.results, one.name, device, asked.size, asked.anew) for one in with_trials}
+    for one in studies:
+        if one.has_trials and one not in with_trials:
+            console.print(f"{one.name} has no {asked.size} size: there are {' and '.join(one.sizes)}", highlight=False)
     left = 0
     # Where the time counts, nothing else must run, and what others have found is read.
     for alone in (False, True):
-        mine = [one for one in studies if one.has_trials and one.alone == alone]
+        mine = [one for one in with_trials if one.alone == alone]
         books = [book_of(one, asked.size, folders[one.name]) for one in mine]
         left += _run_books(books, asked, device, 1 if alone else asked.at_once, deadline, console)
     for study in studies:

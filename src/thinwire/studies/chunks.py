@@ -14,9 +14,9 @@ from thinwire.exchange.plan import Stack, stack_records
 from thinwire.local_step import LocalStep
 from thinwire.studies.settings import DEMO_RULES, text_trial
 from thinwire.studies.simulation import VirtualReplicas
-from thinwire.studies.study import FULL, SMALL
+from thinwire.studies.study import FULL
 from thinwire.studies.trials import Trial
-from thinwire.studies.tuning import SEEDS
+from thinwire.studies.tuning import seeds_for
 
 # Words in the names of parameters that tell their kind. Norms have none: they are too small to be transformed.
 _WORDS = {"embedding": ("embed", "wte", "lm_head"), "attention": ("attn",), "mlp": ("mlp",)}
@@ -27,8 +27,8 @@ _SMALL_SHAPE = {"width": 128, "mlp_width": 256}
 
 def watched_trials(kind: type[Trial], size: str) -> list[Trial]:
     """Trainings to look into, at the usual learning rates: what is compared is in the same training."""
-    shape, trials = _SMALL_SHAPE if size == SMALL else {}, list[Trial]()
-    for (update, start), seed in product(DEMO_RULES[size].items(), SEEDS if size == FULL else SEEDS[:1]):
+    shape, trials = {} if size == FULL else _SMALL_SHAPE, list[Trial]()
+    for (update, start), seed in product(DEMO_RULES[size].items(), seeds_for(size)):
         settings = {**shape, **start.settings, "update": update, "lr": start.rate, "seed": seed}
         trials.append(kind(**vars(text_trial(size, settings=settings))))
     return trials

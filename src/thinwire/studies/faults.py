@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from thinwire.studies.figure import Drawing, Page, line, room_for_labels, rule, title
 from thinwire.studies.settings import DEMO_RULES, text_trial
-from thinwire.studies.study import FULL, SIZES, Claim, Finding, Study, table, verdict
+from thinwire.studies.study import SIZES, Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row, Trial
-from thinwire.studies.tuning import SEEDS, Contender, Outcome, outcomes
+from thinwire.studies.tuning import Contender, Outcome, outcomes, seeds_for
 
 _SHARES = (0.1, 0.3, 0.5)
 _ABSENT, _LOST = "absent", "lost"
@@ -43,8 +43,7 @@ def _cases(size: str) -> list[Case]:
 
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
     """All at one learning rate: the point is that nothing is changed."""
-    seeds = SEEDS if size == FULL else SEEDS[:1]
-    return [case.contender.at(case.contender.rate, seed) for case in _cases(size) for seed in seeds]
+    return [case.contender.at(case.contender.rate, seed) for case in _cases(size) for seed in seeds_for(size)]
 
 
 def _outcomes(rows: Sequence[Row]) -> dict[tuple[str, str, float], Outcome]:

@@ -11,25 +11,25 @@ from thinwire.studies.labels import Named
 from thinwire.studies.measured import DEMO_MUON, KINDS, OURS, cells, curves
 from thinwire.studies.q11_compressors import standings
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, text_trial
-from thinwire.studies.study import FULL, SIZES, SMALL, Claim, Finding, Study, table
+from thinwire.studies.study import FULL, MEDIUM, SIZES, SMALL, Claim, Finding, Study, table
 from thinwire.studies.trials import Row, Trial
-from thinwire.studies.tuning import SEEDS, Contender, Outcome, due, outcomes
+from thinwire.studies.tuning import Contender, Outcome, due, outcomes, seeds_for
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # As the network lab's peers were trained: two replicas, 400 steps of 16 sequences of 128 bytes.
 _LAB: dict[str, Any] = {"steps": 400, "eval_every": 100, "eval_examples": 256}
-_TOPK = {SMALL: (16, 64), FULL: (4, 16, 64, 256)}
-_CODECS = {SMALL: (), FULL: ("int4", "float32")}
+_TOPK = {SMALL: (16, 64), MEDIUM: (4, 16, 64, 256), FULL: (4, 16, 64, 256)}
+_CODECS = {SMALL: (), MEDIUM: ("int4", "float32"), FULL: ("int4", "float32")}
 _LINK, _BITS_PER_SECOND = "100mbit", 100e6
 _LOSS = "validation loss (nats per byte)"
 
 
 def _trial(size: str, optimizer: str, settings: Mapping[str, Any]) -> Trial:
-    if size == SMALL:
-        return text_trial(SMALL, optimizer, 2, settings)
-    return Trial("gpt-10m", 2, optimizer, {**_LAB, **settings})
+    if size == FULL:
+        return Trial("gpt-10m", 2, optimizer, {**_LAB, **settings})
+    return text_trial(size, optimizer, 2, settings)
 
 
 def _contenders(size: str) -> list[Contender]:
@@ -48,7 +48,7 @@ def _contenders(size: str) -> list[Contender]:
 
 
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
-    return due(_contenders(size), rows, size, SEEDS if size == FULL else SEEDS[:1])
+    return due(_contenders(size), rows, size, seeds_for(size))
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Point:
 
 
 def _points(rows: Sequence[Row], results: Path) -> list[Point]:
-    """All methods, fewest bytes first. Peers were trained as the full size is, and are left out beside the small one."""
+    """All methods, fewest bytes first. Peers were trained as the full size is, and are left out beside others."""
     found: dict[str, Outcome] = {}
     has_peers = False
     for size in SIZES:

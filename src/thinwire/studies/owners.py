@@ -7,7 +7,7 @@ from typing import Any
 
 from thinwire.exchange.plan import OWNER_TIMES
 from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, rule, title
-from thinwire.studies.study import SMALL, Claim, Finding, Study, table
+from thinwire.studies.study import FULL, SMALL, Claim, Finding, Study, table
 from thinwire.studies.trials import Row, Trial
 from thinwire.studies.tuning import SEEDS
 
@@ -124,4 +124,5 @@ STUDY = Study(
     find=_find,
     plan=_plan,
     draw=_draw,
+    sizes=(SMALL, FULL),
 )

@@ -15,9 +15,9 @@ from thinwire.parallel.rehearsal import Rehearsal, difference, on_a_mesh, on_who
 from thinwire.studies.figure import Drawing, Page, dot, names_below, title
 from thinwire.studies.settings import DEMO_RULES, text_trial
 from thinwire.studies.simulation import Simulation, VirtualReplicas
-from thinwire.studies.study import FULL, SIZES, Claim, Finding, Study, table, verdict
+from thinwire.studies.study import SIZES, Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row, Trial, train
-from thinwire.studies.tuning import SEEDS, Contender, Outcome, outcomes
+from thinwire.studies.tuning import Contender, Outcome, outcomes, seeds_for
 from thinwire.training.config import TrainConfig
 
 _FLOAT, _SHORT = "float32", "bfloat16"
@@ -166,8 +166,8 @@ def _cases(size: str) -> list[Case]:
 
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
     """All at one learning rate: the point is that nothing else is changed."""
-    seeds = SEEDS if size == FULL else SEEDS[:1]
-    return [*_MESHES.values(), *(case.contender.at(case.contender.rate, seed) for case in _cases(size) for seed in seeds)]
+    cases = [case.contender for case in _cases(size)]
+    return [*_MESHES.values(), *(one.at(one.rate, seed) for one in cases for seed in seeds_for(size))]
 
 
 def _mesh_rows(rows: Sequence[Row]) -> dict[str, Row]:

@@ -5,17 +5,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, title
-from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, MIDDLE, text_trial
-from thinwire.studies.study import FULL, SIZES, SMALL, Claim, Finding, Study, table
+from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, MANY, text_trial
+from thinwire.studies.study import FULL, MEDIUM, SIZES, SMALL, Claim, Finding, Study, table
 from thinwire.studies.trials import Row, Trial
-from thinwire.studies.tuning import SEEDS, Contender, Outcome, due, outcomes
+from thinwire.studies.tuning import Contender, Outcome, due, outcomes, seeds_for
 
 # In the full size a step of 64 replicas is of a middle-sized model, so that the whole is affordable.
-_MODELS = {SMALL: SMALL, FULL: MIDDLE}
-_COUNTS: dict[str, tuple[int, ...]] = {SMALL: (1, 2, 4, 8), FULL: (1, 4, 16, 64)}
-_OWNED: dict[str, tuple[int, ...]] = {SMALL: (), FULL: (16, 64)}
+_MODELS = {SMALL: SMALL, MEDIUM: MEDIUM, FULL: MANY}
+_COUNTS: dict[str, tuple[int, ...]] = {SMALL: (1, 2, 4, 8), MEDIUM: (1, 4, 16, 64), FULL: (1, 4, 16, 64)}
+_OWNED: dict[str, tuple[int, ...]] = {SMALL: (), MEDIUM: (), FULL: (16, 64)}
 # Examples per step: of all together, or of each.
-_ALL, _EACH = {SMALL: 16, FULL: 64}, {SMALL: 4, FULL: 16}
+_ALL, _EACH = {SMALL: 16, MEDIUM: 64, FULL: 64}, {SMALL: 4, MEDIUM: 1, FULL: 16}
 _TOGETHER, _ALONE = "fixed batch for all", "fixed batch for each"
 _ADAMW = "AdamW"
 _LITTLE = 0.05
@@ -54,7 +54,7 @@ def _cases(size: str) -> list[Case]:
 
 
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
-    return due([case.contender for case in _cases(size)], rows, size, SEEDS if size == FULL else SEEDS[:1])
+    return due([case.contender for case in _cases(size)], rows, size, seeds_for(size))
 
 
 def _outcomes(rows: Sequence[Row]) -> dict[tuple[str, str], dict[int, Outcome]]:

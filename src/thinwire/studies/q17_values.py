@@ -10,7 +10,7 @@ from thinwire.studies.payloads import plan_of, topk_for_bytes
 from thinwire.studies.settings import DEMO_RULES, text_trial
 from thinwire.studies.study import FULL, SIZES, Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row, Trial
-from thinwire.studies.tuning import SEEDS, Contender, Outcome, due, outcomes
+from thinwire.studies.tuning import Contender, Outcome, due, outcomes, seeds_for
 from thinwire.wire.values import VALUE_CODECS
 
 Case = tuple[str, str, str]
@@ -63,7 +63,7 @@ def _contenders(size: str) -> list[Contender]:
 
 
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
-    return due(_contenders(size), rows, size, SEEDS if size == FULL else SEEDS[:1])
+    return due(_contenders(size), rows, size, seeds_for(size))
 
 
 def _outcomes(rows: Sequence[Row]) -> dict[Case, Outcome]:

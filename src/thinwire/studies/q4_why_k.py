@@ -15,16 +15,16 @@ from thinwire.local_step import LocalStep
 from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, rule, title
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, text_trial
 from thinwire.studies.simulation import VirtualReplicas
-from thinwire.studies.study import FULL, SIZES, Claim, Finding, Study, table
+from thinwire.studies.study import FULL, MEDIUM, SIZES, SMALL, Claim, Finding, Study, table
 from thinwire.studies.trials import Row, Trial, train
-from thinwire.studies.tuning import SEEDS, Contender, Outcome, due, outcomes
+from thinwire.studies.tuning import Contender, Outcome, due, outcomes, seeds_for
 
 ALL = 64 * 64
 TOPKS = {"sign": (1, 4, 16, 32, 64, 256, 1024, ALL), "muon": (16, 64, 256)}
 ADAMW, SGD, MUON = "dense AdamW", "dense SGD", "dense Muon"
 # Lion with equal decays is Signum. DeMo's decay first, then the usual one.
 SIGNUM = {f"dense Signum, decay {decay}": decay for decay in (0.99, 0.9)}
-_SIGNUM_RATES = {"small": 2e-3, "full": 2.5e-4}
+_SIGNUM_RATES = {SMALL: 2e-3, MEDIUM: 1e-3, FULL: 2.5e-4}
 # Where most of the momentum is sent at once, its direction is that of few gradients, and smaller steps are better.
 _LARGE_TOPK, _LEAST_SHARE = 64, 0.25
 
@@ -70,11 +70,6 @@ class Memory:
         return round((float(self._kept) / gradients) ** 0.5, 4) if gradients else None
 
 
-def seeds_of(size: str) -> Sequence[int]:
-    """One alone where there is time for little."""
-    return SEEDS if size == FULL else SEEDS[:1]
-
-
 def name_of(update: str, topk: int) -> str:
     """A contender's."""
     return f"{update} rule, k = {'all' if topk == ALL else topk}"
@@ -101,7 +96,7 @@ def _measured(size: str, optimizer: str, settings: dict[str, Any]) -> Trial:
 
 
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
-    return due(contenders(size), rows, size, seeds_of(size))
+    return due(contenders(size), rows, size, seeds_for(size))
 
 
 def _outcomes(rows: Sequence[Row]) -> dict[str, Outcome]:

@@ -8,9 +8,9 @@ from pathlib import Path
 from thinwire.planner.report import MOST_USEFUL_TOPK
 from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, title
 from thinwire.studies.settings import DEMO_RULES, text_trial
-from thinwire.studies.study import FULL, SIZES, Claim, Finding, Study, table
+from thinwire.studies.study import SIZES, Claim, Finding, Study, table
 from thinwire.studies.trials import Row, Trial
-from thinwire.studies.tuning import SEEDS, Contender, Outcome, due, outcomes
+from thinwire.studies.tuning import Contender, Outcome, due, outcomes, seeds_for
 
 Setting = tuple[int, int]
 """The edge of chunks, and k."""
@@ -47,7 +47,7 @@ def contenders(size: str) -> list[Contender]:
 
 
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
-    return due(contenders(size), rows, size, SEEDS if size == FULL else SEEDS[:1])
+    return due(contenders(size), rows, size, seeds_for(size))
 
 
 def _outcomes(rows: Sequence[Row]) -> dict[Setting, Outcome]:

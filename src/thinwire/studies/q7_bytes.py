@@ -7,7 +7,7 @@ read from the rows of q4 and q5.
 import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +24,7 @@ from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_l
 from thinwire.studies.payloads import plan_of
 from thinwire.studies.results import folders_of
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, text_trial
-from thinwire.studies.study import FULL, SMALL, Claim, Finding, Study, table
+from thinwire.studies.study import FULL, MEDIUM, SMALL, Claim, Finding, Study, table
 from thinwire.studies.trials import Row, Rows, Trial, train
 from thinwire.studies.tuning import Contender, Outcome, outcomes
 
@@ -98,6 +98,10 @@ def _newest(results: Path, study: Study, contenders: Sequence[Contender]) -> dic
     return {}
 
 
+def _first(found: Iterable[dict[str, Outcome]]) -> dict[str, Outcome]:
+    return next((one for one in found if one), {})
+
+
 @dataclass(frozen=True)
 class Bytes:
     """Per replica and step."""
@@ -159,7 +163,10 @@ class Reading:
 
 def _read(rows: Sequence[Row], results: Path) -> Reading:
     size = _size_of(rows)
-    why, choice = _newest(results, q4.STUDY, q4.contenders(size)), _newest(results, q5.STUDY, q5.contenders(size))
+    # The medium size has the small one's model, and better losses.
+    sizes = (FULL,) if size == FULL else (MEDIUM, SMALL)
+    why = _first(_newest(results, q4.STUDY, q4.contenders(one)) for one in sizes)
+    choice = _first(_newest(results, q5.STUDY, q5.contenders(one)) for one in sizes)
     losses = {update: q4.of_rule(why, update) for update in _RULES}
     losses[q5.RULE] = {**q5.of_usual_chunk(choice), **losses[q5.RULE]}
     shown = {update: {topk: one for topk, one in found.items() if topk in TOPKS} for update, found in losses.items()}
@@ -328,4 +335,5 @@ STUDY = Study(
     draw=_draw,
     sources=("q4", "q5"),
     alone=True,
+    sizes=(SMALL, FULL),
 )

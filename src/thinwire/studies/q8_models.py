@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from thinwire.studies.figure import Drawing, Page, dot, names_below, title
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, Start, text_trial
-from thinwire.studies.study import FULL, SIZES, SMALL, Claim, Finding, Study, table, verdict
+from thinwire.studies.study import FULL, MEDIUM, SIZES, SMALL, Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row, Trial
-from thinwire.studies.tuning import SEEDS, Contender, Outcome, due, outcomes
+from thinwire.studies.tuning import Contender, Outcome, due, outcomes, seeds_for
 
 LANGUAGE, VIT, CNN = "language model", "vision transformer", "convolutional network"
 # Images of digits, by the trainer's recipes; fewer steps in the small size.
@@ -24,6 +24,7 @@ _STEPS: dict[str, dict[str, dict[str, Any]]] = {
         VIT: {"steps": 120, "warmup_steps": 12, "eval_every": 40},
         CNN: {"steps": 80, "warmup_steps": 8, "eval_every": 20},
     },
+    MEDIUM: {VIT: {}, CNN: {}},
     FULL: {VIT: {}, CNN: {}},
 }
 _RATES: dict[str, dict[str, float]] = {
@@ -62,17 +63,17 @@ def _word(method: str) -> str:
 
 
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
-    return due([case.contender for case in _cases(size)], rows, size, SEEDS if size == FULL else SEEDS[:1])
+    return due([case.contender for case in _cases(size)], rows, size, seeds_for(size))
 
 
 def _outcomes(rows: Sequence[Row]) -> dict[str, dict[str, Outcome]]:
-    """By model and method; of the larger size, if it was run."""
+    """By model and method; of the size of which most is known, since models of images are the same in two sizes."""
+    by_size = {size: outcomes([case.contender for case in _cases(size)], rows) for size in reversed(SIZES)}
+    size = max(by_size, key=lambda size: len(by_size[size]))
     found: dict[str, dict[str, Outcome]] = {LANGUAGE: {}, VIT: {}, CNN: {}}
-    for cases in (_cases(size) for size in reversed(SIZES) if not any(found.values())):
-        known = outcomes([case.contender for case in cases], rows)
-        for case in cases:
-            if case.contender.name in known:
-                found[case.model][case.method] = known[case.contender.name]
+    for case in _cases(size):
+        if case.contender.name in by_size[size]:
+            found[case.model][case.method] = by_size[size][case.contender.name]
     return found
 
 

@@ -6,14 +6,16 @@ from pathlib import Path
 
 from thinwire.studies.figure import Drawing, Page, dot, line, names_below, room_for_labels, title
 from thinwire.studies.settings import DENSE_RATES, text_trial
-from thinwire.studies.study import FULL, SIZES, SMALL, Claim, Finding, Study, table
+from thinwire.studies.study import FULL, MEDIUM, SIZES, SMALL, Claim, Finding, Study, table
 from thinwire.studies.trials import Row, Trial
 from thinwire.studies.tuning import SEEDS, Contender, Outcome, due, outcomes
 
 _TOPK = 64
 _DECAYS = (0.95, 0.99)
+_TINY_RATES = {"sign": 4e-3, "sgd": 3e-1, "adamw": 4e-3, "lion": 4e-3, "muon": 8e-2}
 _RATES: dict[str, dict[str, float]] = {
-    SMALL: {"sign": 4e-3, "sgd": 3e-1, "adamw": 4e-3, "lion": 4e-3, "muon": 8e-2},
+    SMALL: _TINY_RATES,
+    MEDIUM: _TINY_RATES,
     FULL: {"sign": 1e-3, "sgd": 1e-1, "adamw": 1e-3, "lion": 5e-4, "muon": 4e-2},
 }
 _DENSE = {"adamw": "AdamW", "muon": "dense Muon"}

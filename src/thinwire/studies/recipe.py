@@ -206,4 +206,5 @@ STUDY = Study(
     find=_find,
     plan=_plan,
     draw=_draw,
+    sizes=(SMALL, FULL),
 )

@@ -12,8 +12,8 @@ from thinwire.pages.markdown import inline, markdown
 from thinwire.pages.page import document, figures, folded, section
 from thinwire.studies.charts import charts_of
 from thinwire.studies.figure import Drawing
-from thinwire.studies.results import best_folder, folders_of, write_summary
-from thinwire.studies.study import FULL, SMALL, Claim, Finding, Study
+from thinwire.studies.results import best_folder, folders_of, is_medium, rank, write_summary
+from thinwire.studies.study import FULL, MEDIUM, SMALL, Claim, Finding, Study
 from thinwire.studies.trials import Rows
 
 # What stores the rows that are no study's own.
@@ -24,12 +24,18 @@ MADE_BY = {
     "step": "thinwire bench step",
     "received_bytes": "python benchmarks/received_bytes.py",
 }
-NO_EVIDENCE = "These rows are of the small size: they show that the study runs, and are no evidence."
+# What a reader should know of rows that are not of the full size.
+CAUTIONS = {
+    SMALL: "These rows are of the small size: they show that the study runs, and are no evidence.",
+    MEDIUM: "These rows are of the medium size: tuned and repeated, but of a very small model, trained for 200 steps.",
+}
 _TITLE = "Results"
 _INTRODUCTION = (
     "What readers of the DeMo paper asked, and what stored rows say. `thinwire study report` writes this page from the rows "
     "under `results/`, answers and claims included; a claim that does not hold stays. A study of the small size trains a "
-    "model of 0.2 M parameters for 120 steps: it shows that the study runs, and its losses are no evidence."
+    "model of 0.2 M parameters for 120 steps: it shows that the study runs, and its losses are no evidence. The medium size "
+    "trains the same model for 200 steps, with learning rates tuned alike for all and three seeds: evidence, but of small "
+    "models only."
 )
 
 
@@ -51,7 +57,8 @@ class Answer:
     finding: Finding
     drawings: dict[str, Drawing]
     origins: Sequence[Origin]
-    is_small: bool
+    size: str | None
+    """None where it has no rows of its own."""
 
     @property
     def words(self) -> str:
@@ -75,8 +82,8 @@ def _answer(study: Study, results: Path) -> Answer:
     written = {folder: write_summary(study, folder, results) for folder in folders}
     folder = chosen_folder(study, results, {folder: finding for folder, (finding, _) in written.items()})
     finding, drawings = written.get(folder, (Finding(""), {}))
-    small = is_small(study, folder)
-    return Answer(study, folder, finding, drawings, origins(study, folder, results, small), small)
+    size = size_of(study, folder)
+    return Answer(study, folder, finding, drawings, origins(study, folder, results, size), size)
 
 
 def chosen_folder(study: Study, results: Path, findings: dict[Path, Finding]) -> Path:
@@ -84,24 +91,26 @@ def chosen_folder(study: Study, results: Path, findings: dict[Path, Finding]) ->
     if not study.has_trials:
         return results / study.name
     best = best_folder(results, study.name) or results / study.name
-    ranked = sorted(findings, key=lambda folder: (folder == best, not folder.name.endswith("_cpu"), folder.name))
+    ranked = sorted(findings, key=lambda folder: (folder == best, rank(folder)))
     return next((folder for folder in reversed(ranked) if findings[folder].answer), best)
 
 
-def is_small(study: Study, folder: Path) -> bool:
-    """Whether there are rows, and none is a training of the full size alone."""
+def size_of(study: Study, folder: Path) -> str | None:
+    """Of a study's own rows, if there are any: small where none is a training of the full size alone."""
     rows = Rows(folder).rows if study.has_trials else []
+    if not rows or is_medium(folder):
+        return MEDIUM if rows else None
     small, full = ({trial.key for known in ([], rows) for trial in study.plan(size, known)} for size in (SMALL, FULL))
-    return bool(rows) and not any(json.dumps(row["trial"], sort_keys=True) in full - small for row in rows)
+    return FULL if any(json.dumps(row["trial"], sort_keys=True) in full - small for row in rows) else SMALL
 
 
-def origins(study: Study, folder: Path, results: Path, small: bool) -> list[Origin]:
+def origins(study: Study, folder: Path, results: Path, size: str | None) -> list[Origin]:
     """Of a study's own rows, and of those that it reads."""
     found = []
     if study.has_trials:
-        size = SMALL if small or not Rows(folder).rows else FULL
-        device = "" if size == SMALL else " --device cuda"
-        found.append(Origin(f"thinwire study run {study.name} --size {size}{device}", folder, _facts(folder)))
+        device = "" if size in CAUTIONS else " --device cuda"
+        command = f"thinwire study run {study.name} --size {size or FULL}{device}"
+        found.append(Origin(command, folder, _facts(folder)))
     for name in study.sources:
         source = best_folder(results, name)
         command = MADE_BY.get(name, f"thinwire study run {name}")
@@ -147,11 +156,17 @@ def _anchor(study: Study) -> str:
 
 
 def _standing(one: Answer) -> str:
-    return "small size" if one.is_small else one.origins[0].facts
+    """How large the study was; the small size says nothing more."""
+    facts = one.origins[0].facts
+    return "small size" if one.size == SMALL else f"medium size, {facts}" if one.size == MEDIUM else facts
+
+
+def _cautions(one: Answer) -> list[str]:
+    return [CAUTIONS[one.size]] if one.size in CAUTIONS else []
 
 
 def _section(one: Answer, beside: Path) -> str:
-    parts = [f"## {_heading(one.study)}", f"**{one.study.question}**", *([NO_EVIDENCE] if one.is_small else [])]
+    parts = [f"## {_heading(one.study)}", f"**{one.study.question}**", *_cautions(one)]
     parts.append(told(one.finding, one.words))
     for name, (_, caption) in one.drawings.items():
         parts.append(f"![{caption}]({_relative(one.folder / name, beside)})\n\n{caption}")
@@ -195,7 +210,7 @@ def _line(one: Answer) -> str:
 
 def _part(one: Answer, beside: Path) -> str:
     inner = [f'<p class="lead">{inline(one.study.question)}</p>', f'<p class="answer">{inline(one.words)}</p>']
-    inner += [f'<p class="warning">{NO_EVIDENCE}</p>'] if one.is_small else []
+    inner += [f'<p class="warning">{caution}</p>' for caution in _cautions(one)]
     for name, (page, caption) in one.drawings.items():
         charts = [chart.html() for chart in charts_of(page)] or [_picture(one.folder / name, caption)]
         inner += [figures(charts), f'<p class="caption">{inline(caption)}</p>']

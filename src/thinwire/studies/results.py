@@ -1,4 +1,5 @@
-"""Where the rows of studies lie, and what is written beside them: results/STUDY/DATE_HARDWARE."""
+"""Where the rows of studies lie, and what is written beside them: results/STUDY/DATE_HARDWARE, or
+results/STUDY/DATE_HARDWARE_medium, so that rows of two sizes are not mixed."""
 
 import re
 from datetime import UTC, datetime
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from thinwire.studies.study import SIZES, Finding, Study
+from thinwire.studies.study import MEDIUM, SIZES, SMALL, Finding, Study
 from thinwire.studies.trials import Book, Row, Rows
 
 if TYPE_CHECKING:
@@ -24,17 +25,27 @@ def hardware_of(device: torch.device) -> str:
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower().removeprefix("nvidia ")).strip("-")
 
 
-def folder_for(root: Path, study: str, device: torch.device, anew: bool = False) -> Path:
+def folder_for(root: Path, study: str, device: torch.device, size: str = SMALL, anew: bool = False) -> Path:
     """The newest folder of a study on this hardware, to go on in, or one of today's date."""
-    hardware = hardware_of(device)
-    known = [] if anew else sorted((root / study).glob(f"*_{hardware}"))
-    return known[-1] if known else root / study / f"{datetime.now(UTC):%Y-%m-%d}_{hardware}"
+    kind = hardware_of(device) + (f"_{MEDIUM}" if size == MEDIUM else "")
+    known = [] if anew else sorted((root / study).glob(f"*_{kind}"))
+    return known[-1] if known else root / study / f"{datetime.now(UTC):%Y-%m-%d}_{kind}"
+
+
+def is_medium(folder: Path) -> bool:
+    """Whether its rows are of the medium size."""
+    return folder.name.endswith(f"_{MEDIUM}")
+
+
+def rank(folder: Path) -> tuple[bool, bool, str]:
+    """Higher for what a report would rather read: rows of a GPU, of the medium size, newer ones."""
+    return "_cpu" not in folder.name, is_medium(folder), folder.name
 
 
 def best_folder(root: Path, study: str) -> Path | None:
-    """What a report reads: the newest of a GPU, else of a CPU."""
-    known = [path for path in sorted((root / study).glob("*_*")) if (path / "rows.jsonl").exists()]
-    return max(known, key=lambda path: (not path.name.endswith("_cpu"), path.name), default=None)
+    """What a report reads."""
+    known = [path for path in (root / study).glob("*_*") if (path / "rows.jsonl").exists()]
+    return max(known, key=rank, default=None)
 
 
 def stored(results: Path, name: str) -> list[Row]:

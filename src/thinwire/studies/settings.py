@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from thinwire.studies.study import FULL, SMALL
+from thinwire.studies.study import FULL, MEDIUM, SMALL
 from thinwire.studies.trials import Trial
 
-MIDDLE = "middle"
+MANY = "many"
+"""A size of model for many replicas on a GPU."""
 # A byte-level GPT of 0.2 million parameters: 5 seconds for four replicas on a CPU.
 _TINY: dict[str, Any] = {
     "layers": 2,
@@ -22,8 +23,10 @@ _TINY: dict[str, Any] = {
     "eval_every": 40,
     "eval_examples": 128,
 }
+# The same model with more steps: 15 seconds.
+_LONGER: dict[str, Any] = {**_TINY, "steps": 200, "warmup_steps": 20, "eval_every": 50, "eval_examples": 256}
 # Where there are many replicas: the recipe's 0.9 million parameters, for a GPU.
-_BETWEEN: dict[str, Any] = {"steps": 600, "batch": 64, "warmup_steps": 30, "eval_every": 100}
+_MANY: dict[str, Any] = {"steps": 600, "batch": 64, "warmup_steps": 30, "eval_every": 100}
 # For a GPU: 500 steps of 128 sequences of 256 bytes, of 26 million parameters with the recipe's own sizes.
 PILOT: dict[str, Any] = {
     "steps": 500,
@@ -44,6 +47,13 @@ _USUAL: dict[str, Any] = {
     "dataset": "packages",
 }
 
+_TEXT = {
+    SMALL: ("quickstart", _TINY),
+    MEDIUM: ("quickstart", _LONGER),
+    MANY: ("quickstart", _MANY),
+    FULL: ("gpt-small", _USUAL),
+}
+
 
 @dataclass(frozen=True)
 class Start:
@@ -55,15 +65,19 @@ class Start:
 
 _SIGN = {"update": "sign", "topk": 32, "momentum_decay": 0.99}
 _MUON = {"update": "muon", "topk": 64, "momentum_decay": 0.98}
+_BRIEF_MUON = {**_MUON, "momentum_decay": 0.95}
 # The two kinds of DeMo that most studies compare: as published but for codec and decay, and the recommended one. Few steps
 # of a tiny model want larger rates, and a shorter memory with the muon rule.
 DEMO_RULES: dict[str, dict[str, Start]] = {
-    SMALL: {"sign": Start(8e-3, _SIGN), "muon": Start(8e-2, {**_MUON, "momentum_decay": 0.95})},
+    SMALL: {"sign": Start(8e-3, _SIGN), "muon": Start(8e-2, _BRIEF_MUON)},
+    MEDIUM: {"sign": Start(4e-3, _SIGN), "muon": Start(8e-2, _BRIEF_MUON)},
     FULL: {"sign": Start(1e-3, _SIGN), "muon": Start(4e-2, _MUON)},
 }
 # For gradients that are averaged in full.
+_TINY_RATES = {"adamw": 2e-3, "muon": 2e-2, "sgd": 3e-1, "lion": 1e-3}
 DENSE_RATES: dict[str, dict[str, float]] = {
-    SMALL: {"adamw": 2e-3, "muon": 2e-2, "sgd": 3e-1, "lion": 1e-3},
+    SMALL: _TINY_RATES,
+    MEDIUM: _TINY_RATES,
     FULL: {"adamw": 1e-3, "muon": 4e-3, "sgd": 1e-1, "lion": 3e-4},
 }
 
@@ -71,7 +85,6 @@ DENSE_RATES: dict[str, dict[str, float]] = {
 def text_trial(
     size: str, optimizer: str = "demo", replicas: int = 4, settings: Mapping[str, Any] = MappingProxyType({})
 ) -> Trial:
-    """A byte-level language model of Python source: some 0.2 million parameters, or 5 million; `MIDDLE` has 0.9 million."""
-    if size in (SMALL, MIDDLE):
-        return Trial("quickstart", replicas, optimizer, {**(_TINY if size == SMALL else _BETWEEN), **settings})
-    return Trial("gpt-small", replicas, optimizer, {**_USUAL, **settings})
+    """A byte-level language model of Python source: some 0.2 million parameters, or 5 million; `MANY` has 0.9 million."""
+    recipe, usual = _TEXT[size]
+    return Trial(recipe, replicas, optimizer, {**usual, **settings})

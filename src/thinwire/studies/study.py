@@ -1,7 +1,8 @@
 """What a study is: a question, the trials that answer it, and what their rows say.
 
-A study's module has the trials in two sizes: `small` runs on a CPU in a minute or two, `full` wants a GPU. Its claims are
-computed from rows, so that whoever runs it again sees whether they hold there, too.
+A study's module has the trials in sizes: `small` runs on a CPU in a minute or two, `medium` tunes learning rates there and
+takes a while, `full` wants a GPU. Its claims are computed from rows, so that whoever runs it again sees whether they hold
+there, too.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +15,9 @@ from thinwire.studies.trials import Row, Trial
 if TYPE_CHECKING:
     from thinwire.studies.figure import Drawing
 
-SMALL, FULL = "small", "full"
-SIZES = (SMALL, FULL)
+SMALL, MEDIUM, FULL = "small", "medium", "full"
+SIZES = (SMALL, MEDIUM, FULL)
+"""Smallest first."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Study:
     due, so that a learning rate can be tuned first. ``find`` reads the rows of one folder; ``draw`` makes figures of them,
     by the names of their files. Both also get the folder of all results: a study without trials of its own reads the rows
     of others there (`thinwire.studies.results.stored`). ``alone``: it measures times, which trainings at the same time
-    would spoil. ``sources`` names other results whose rows it reads."""
+    would spoil. ``sources`` names other results whose rows it reads, ``sizes`` those that it has trials of."""
 
     name: str
     title: str
@@ -71,6 +73,7 @@ class Study:
     draw: "Callable[[Sequence[Row], Path], dict[str, Drawing]]" = _no_figures
     alone: bool = False
     sources: Sequence[str] = ()
+    sizes: Sequence[str] = SIZES
 
     @property
     def has_trials(self) -> bool:

@@ -216,42 +216,60 @@ def run_all(
     books: Sequence[Book], device: torch.device, at_once: int = 1, deadline: float = math.inf
 ) -> Iterator[tuple[Book, Row]]:
     """Run what is due, in the order of the books, and yield rows as they come; ``at_once`` in processes of their own. After
-    the ``deadline`` (of `time.monotonic`) none is begun. What several books want is trained once."""
-    if at_once == 1:
-        for book in books:
-            while due := book.due:
-                row = _shared_row(due[0], books)
-                if row is None and time.monotonic() >= deadline:
-                    break
+    the ``deadline`` (of `time.monotonic`) none is begun. What several books want is trained once. A training that cannot be
+    run keeps no other from it; its error is raised in the end."""
+    failures: dict[str, Exception] = {}
+    yield from (
+        _one_by_one(books, device, deadline, failures)
+        if at_once == 1
+        else _at_once(books, device, at_once, deadline, failures)
+    )
+    for failure in failures.values():
+        raise failure
+
+
+def _one_by_one(
+    books: Sequence[Book], device: torch.device, deadline: float, failures: dict[str, Exception]
+) -> Iterator[tuple[Book, Row]]:
+    for book in books:
+        while due := [trial for trial in book.due if _key_of(trial) not in failures]:
+            row = _shared_row(due[0], books)
+            if row is None and time.monotonic() >= deadline:
+                break
+            try:
                 row = due[0].run(device) if row is None else row
-                book.rows.add(row)
-                yield book, row
-        return
+            except Exception as failure:
+                failures[_key_of(due[0])] = failure
+                continue
+            book.rows.add(row)
+            yield book, row
+
+
+def _at_once(
+    books: Sequence[Book], device: torch.device, at_once: int, deadline: float, failures: dict[str, Exception]
+) -> Iterator[tuple[Book, Row]]:
     running: dict[Future[Row], tuple[Book, str]] = {}
 
     def finished() -> Iterator[tuple[Book, Row]]:
-        """Those that are over; a training that has failed is reported when the rows of the others are safe."""
-        failures = []
         for one in wait(running, return_when=FIRST_COMPLETED).done:
-            book, _ = running.pop(one)
-            if (failure := one.exception()) is not None:
-                failures.append(failure)
+            book, key = running.pop(one)
+            failure = one.exception()
+            if isinstance(failure, Exception):
+                failures[key] = failure
                 continue
             book.rows.add(one.result())
             yield book, one.result()
-        for failure in failures:
-            raise failure
 
     with ProcessPoolExecutor(at_once, get_context("spawn"), initializer=_begin_worker) as pool:
         try:
             while True:
                 yield from _shared_rows(books)
-                under_way = {key for _, key in running.values()}
-                waiting = ((book, one) for book in books for one in book.due if _key_of(one) not in under_way)
+                known = {*failures, *(key for _, key in running.values())}
+                waiting = ((book, one) for book in books for one in book.due if _key_of(one) not in known)
                 while len(running) < at_once and time.monotonic() < deadline and (found := next(waiting, None)) is not None:
                     book, trial = found
                     running[pool.submit(_run_in_worker, trial, str(device))] = (book, _key_of(trial))
-                    under_way.add(_key_of(trial))
+                    known.add(_key_of(trial))
                 if not running:
                     return
                 yield from finished()
