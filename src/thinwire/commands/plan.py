@@ -56,6 +56,8 @@ class PlanCommand:
     """Thinwire's exchange; auto takes the faster one in each row, and says what a step with the other would take."""
     owner_topk: int | None = None
     """Coefficients per chunk that owners answer with; eight times the row's unless given."""
+    update: Literal["auto", "sign", "sgd", "adamw", "lion", "muon"] = "auto"
+    """Thinwire's update rule: muon costs more than the others. auto: the recipe's own, or sign."""
     figure: Path | None = None
     """Also draw efficiency against bandwidth, as a PNG file."""
     debug: bool = False
@@ -84,6 +86,7 @@ def command(arguments: list[str]) -> int:
         overlap=asked.overlap,
         exchange=asked.exchange,
         owner_topk=asked.owner_topk,
+        update=_update_of(asked),
     )
     from thinwire.planner.table import print_report
 
@@ -94,6 +97,12 @@ def command(arguments: list[str]) -> int:
         draw(report, asked.figure)
         print(f"figure: {asked.figure}")
     return 0
+
+
+def _update_of(asked: PlanCommand) -> str:
+    if asked.update != "auto":
+        return asked.update
+    return recipes.build(asked.model).optim.update if asked.model in recipes.RECIPES else "sign"
 
 
 def _link_asked_for(asked: PlanCommand, arguments: list[str]) -> Link:

@@ -82,9 +82,16 @@ def muon_(p: Tensor, d: Tensor, state: dict[str, Tensor], hyper: Hyper) -> None:
 # Coefficients of an odd quintic a*s + b*s^3 + c*s^5 that is applied five times; they push every singular value in (0, 1]
 # quickly towards 1 and leave it between about 0.7 and 1.2 (Jordan et al., Muon, 2024).
 _QUINTIC = (3.4445, -4.7750, 2.0315)
+_NUM_ITERATIONS = 5
 
 
-def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
+def orthogonalising_flops(num_rows: int, num_cols: int) -> int:
+    """Floating-point operations of `orthogonalise` for one matrix: three products in each iteration."""
+    short, long = sorted((num_rows, num_cols))
+    return _NUM_ITERATIONS * 2 * short**2 * (2 * long + short)
+
+
+def orthogonalise(matrices: Tensor, num_iterations: int = _NUM_ITERATIONS) -> Tensor:
     """Replace the singular values of each matrix by about 1 (Newton-Schulz); a zero matrix stays zero.
 
     On a GPU float32 is rounded to bfloat16 first, as is usual for Muon: the iteration forgives its rounding, and products in

@@ -16,14 +16,17 @@ w bytes per second of the link, t one-way seconds (half of the round trip), a on
 | ring all-gather | (R - 1) * P | R - 1 |
 | all-to-all | (R - 1) / R * P | 1 |
 
-In all of them a rank also transmits what it receives, in the other direction of its link. Pure functions; no shapes, no
-codecs.
+In all of them a rank also transmits what it receives, in the other direction of its link. Pure functions; no codecs, and no
+shapes but for what the muon rule costs.
 """
 
 import math
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from thinwire.core.layout import matrix_shape
+from thinwire.core.update_rules import UPDATE_RULES, orthogonalising_flops
 from thinwire.exchange.choice import ALL_GATHER
 from thinwire.planner.links import Link
 
@@ -46,7 +49,8 @@ class DeviceCosts:
     many, its best case). ``trips_per_round`` is 2 where a receiver first tells the sender that it is ready, as gloo does, so
     that each round costs a whole round trip; 1 is the least there can be. ``decode_ns_per_parameter`` is what
     every payload but the first adds to DeMo's step, ``owner_ns_per_parameter`` what an owner exchange adds for each
-    parameter that a replica owns. ``collectives_at_once`` is how many of a group run together.
+    parameter that a replica owns. ``collectives_at_once`` is how many of a group run together. ``muon_flops_per_second`` is
+    the rate at which the muon rule makes matrices orthogonal, which its step does besides.
     """
 
     adamw_ns_per_parameter: float
@@ -59,6 +63,7 @@ class DeviceCosts:
     decode_ns_per_parameter: float = 0.0
     owner_ns_per_parameter: float = 0.0
     collectives_at_once: int = COLLECTIVES_AT_ONCE
+    muon_flops_per_second: float = 1e11
 
     def __post_init__(self) -> None:
         """Refuse costs that make no sense."""
@@ -75,6 +80,15 @@ class DeviceCosts:
             raise ValueError(f"trips_per_round={self.trips_per_round!r} must be 1 or 2")
         if self.collectives_at_once < 1:
             raise ValueError(f"collectives_at_once={self.collectives_at_once!r} must be at least 1")
+        if not self.muon_flops_per_second > 0:
+            raise ValueError(f"muon_flops_per_second={self.muon_flops_per_second!r} must be a number above 0")
+
+    def rule_seconds(self, update: str, shapes: Iterable[Sequence[int]], chunk: int) -> float:
+        """What an update rule adds to the sign rule's step, for parameters of these shapes: orthogonalising, with muon."""
+        if not UPDATE_RULES[update].whole_matrices:
+            return 0.0
+        matrices = (matrix_shape(tuple(shape), chunk) for shape in shapes)
+        return sum(count * orthogonalising_flops(*matrix) for count, *matrix in matrices) / self.muon_flops_per_second
 
 
 # Where each number is from: docs/planner.md.
@@ -87,6 +101,7 @@ DEVICES = {
         demo_overlap=1.0,
         decode_ns_per_parameter=1.6,
         owner_ns_per_parameter=8.0,
+        muon_flops_per_second=1.2e11,
     ),
     "gpu": DeviceCosts(
         adamw_ns_per_parameter=0.0081,
@@ -94,6 +109,7 @@ DEVICES = {
         published_ns_per_parameter=0.19,
         ddp_overlap=1.0,
         owner_ns_per_parameter=0.19,
+        muon_flops_per_second=1.07e14,
     ),
 }
 

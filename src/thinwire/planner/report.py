@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from thinwire.core.errors import check_choice, check_int
+from thinwire.core.update_rules import UPDATE_RULES
 from thinwire.exchange.choice import ALL_GATHER, AUTO, OWNER
 from thinwire.exchange.plan import Coding, ExchangePlan, TensorSpec, make_plan
 from thinwire.planner.cost import DEVICES, DeviceCosts, Prediction, Workload, ddp, published_demo
@@ -41,15 +42,17 @@ class Report:
     device: str
     workloads: tuple[Workload, ...]
     overlap: bool = False
+    update: str = "sign"
 
     @property
     def title(self) -> str:
         """What was asked, but for the rate of the link."""
         replicas = "1 replica" if self.num_replicas == 1 else f"{self.num_replicas} replicas"
+        rule = "" if self.update == "sign" else f", Thinwire with the {self.update} rule"
         return (
             f"{self.num_parameters / 1e6:,.4g} M parameters, {replicas}, {format_seconds(self.link.round_trip_seconds)} "
             f"round trip, {format_seconds(self.compute_seconds)} of compute per step ({self.device})"
-            f"{', Thinwire with overlap' if self.overlap else ''}"
+            f"{', Thinwire with overlap' if self.overlap else ''}{rule}"
         )
 
     @cached_property
@@ -94,6 +97,7 @@ def make_report(
     overlap: bool = False,
     exchange: str = AUTO,
     owner_topk: int | None = None,
+    update: str = "sign",
 ) -> Report:
     """Predict one step of every method. Payload sizes are those of the exchange plan, exact to the byte.
 
@@ -112,9 +116,11 @@ def make_report(
         overlap: Thinwire's rows are those of ``overlap=True``, in as many buckets as that has.
         exchange: ``all_gather`` or ``owner`` for Thinwire's rows; ``auto`` takes the better one in each.
         owner_topk: coefficients that owners answer with; eight times ``topk`` unless it is given.
+        update: Thinwire's update rule. All cost about what sign does, but for muon, which orthogonalises every matrix.
     """
     check_choice("device", device, DEVICES)
     check_choice("exchange", exchange, (ALL_GATHER, OWNER, AUTO))
+    check_choice("update", update, UPDATE_RULES)
     if owner_topk is not None:
         check_int("owner_topk", owner_topk, 1)
     _check_inputs(num_replicas, compute_seconds, gradient_bytes_per_element, topks, values, chunk, dense_below)
@@ -136,12 +142,13 @@ def make_report(
         num_buckets,
         names,
         owner_topk,
+        device_costs.rule_seconds(update, (spec.shape for spec in specs), chunk),
     )
     widths = sorted({gradient_bytes_per_element, 2}, reverse=True)
     workloads = [step.ddp(width) for width in widths]
     workloads.append(step.published())
     workloads += [workload for topk in topks for name in values for workload in step.thinwire(topk, name)]
-    return Report(num_parameters, num_replicas, link, compute_seconds, device, tuple(workloads), overlap)
+    return Report(num_parameters, num_replicas, link, compute_seconds, device, tuple(workloads), overlap, update)
 
 
 @dataclass(frozen=True)
@@ -158,6 +165,7 @@ class _Step:
     num_buckets: int
     exchanges: tuple[str, ...]
     owner_topk: int | None
+    rule_seconds: float
 
     def ddp(self, bytes_per_element: int) -> Workload:
         name = DENSE_NAMES[bytes_per_element]
@@ -176,7 +184,11 @@ class _Step:
         sizes = sizes_of(plan, self.num_replicas, self.owner_topk)
         kept = (topk, values, self.num_replicas, self.compute_seconds, self.costs)
         both = both_exchanges(self.num_parameters, sizes, *kept)
-        return [workload for workload in both if workload.exchange_name in self.exchanges]
+        return [
+            replace(workload, optimizer_seconds=workload.optimizer_seconds + self.rule_seconds)
+            for workload in both
+            if workload.exchange_name in self.exchanges
+        ]
 
     def _plan(self, topk: int, values: str, layout: str, num_buckets: int = 1) -> ExchangePlan:
         return make_plan(self.tensors, [Coding(self.chunk, topk, values, layout, self.dense_below)], num_buckets)

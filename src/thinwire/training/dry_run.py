@@ -15,7 +15,7 @@ from thinwire.exchange.transport import SoloTransport
 from thinwire.optimizer import DeMo
 from thinwire.ownership import FIRST, RESIDUAL
 from thinwire.parallel.mesh import MeshShape, shape_of
-from thinwire.planner.cost import DEVICES, Workload, ddp, predict
+from thinwire.planner.cost import DEVICES, DeviceCosts, Workload, ddp, predict
 from thinwire.planner.link_spec import parse_link
 from thinwire.planner.links import Link, format_bandwidth, format_bytes, format_seconds
 from thinwire.planner.owners import Sizes, both_exchanges, sizes_of
@@ -55,7 +55,7 @@ def describe(config: TrainConfig, num_replicas: int, console: Console) -> None:
     mesh = shape_of(config.launch.mesh, config.launch.islands, num_replicas)
     optim = _settled(config, model, mesh)
     console.print(_memory_table(memory_bytes(optim, model, mesh, bool(config.launch.islands))))
-    workload = _workload(optim, model, mesh, compute_seconds, device)
+    workload = workload_of(optim, model, mesh, compute_seconds, device)
     sent, received = format_bytes(workload.sent_bytes), format_bytes(workload.received_bytes)
     by = "" if workload.exchange_name is None else f", exchange {workload.exchange_name}"
     console.print(f"bytes per step and rank: {sent} sent, {received} received{by}", highlight=False)
@@ -143,9 +143,10 @@ def _device(config: TrainConfig) -> torch.device:
     return torch.device("cuda" if use_gpu else "cpu")
 
 
-def _workload(
+def workload_of(
     config: OptimConfig, model: nn.Module, mesh: MeshShape, compute_seconds: float, device: torch.device
 ) -> Workload:
+    """A step of the run, whatever the link."""
     costs, num_trained = DEVICES["gpu" if device.type == "cuda" else "cpu"], num_parameters(model)
     if config.optimizer not in DECOUPLED_OPTIMIZERS:
         width = 2 if config.optimizer in _HALVES else 4
@@ -156,13 +157,21 @@ def _workload(
             exchange = rehearse(config, model, mesh.replicate)[0]
             return replace(dense, method=config.optimizer, exchange=exchange, hidden_seconds=0.0)
         return dense
-    plan = Decoupled(config, model, model, SoloTransport()).optimizer.plan
+    optimizer = Decoupled(config, model, model, SoloTransport()).optimizer
+    plan = optimizer.plan
     whole = sizes_of(plan, mesh.replicate)
     payload, part, answer = (size // mesh.shard for size in (whole.payload_bytes, whole.slice_bytes, whole.answer_bytes))
     sizes = Sizes(payload, part, answer, whole.num_buckets if config.overlap else 1)
     settings = (config.topk, plan.codings[0].values, mesh.replicate, compute_seconds, costs)
     gather, owner = both_exchanges(num_trained // mesh.shard, sizes, *settings)
-    return gather if plan.answers is None else owner
+    chosen = gather if plan.answers is None else owner
+    return replace(chosen, optimizer_seconds=chosen.optimizer_seconds + _rule_seconds(optimizer, costs) / mesh.shard)
+
+
+def _rule_seconds(optimizer: DeMo, costs: DeviceCosts) -> float:
+    """What the update rules of all groups cost besides the sign rule's step."""
+    groups = optimizer.param_groups
+    return sum(costs.rule_seconds(one["update"], [p.shape for p in one["params"]], one["chunk"]) for one in groups)
 
 
 def _memory_table(needs: dict[str, int]) -> Table:

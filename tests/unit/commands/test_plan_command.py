@@ -52,6 +52,17 @@ def test_the_command_prints_a_table_an_advice_and_a_figure(tmp_path: Path, capsy
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_recipe_is_priced_with_its_own_update_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, has_muon in (
+        (["gpt-small"], True),
+        (["gpt-small", "--update", "sign"], False),
+        (["26M"], False),
+        (["26M", "--update", "muon"], True),
+    ):
+        assert run(["plan", *arguments, "--compute", "0.5s", "--topks", "32", "--values", "sign"]) == 0
+        assert ("the muon rule" in " ".join(capsys.readouterr().out.split())) == has_muon, arguments
+
+
 def test_a_link_in_one_word_and_overlap(capsys: pytest.CaptureFixture[str]) -> None:
     question = ["plan", "26M", "--compute", "0.5s", "--replicas", "4"]
     assert run([*question, "--bandwidth", "10Mbit", "--round-trip", "40ms"]) == 0

@@ -1,10 +1,18 @@
+import json
 import math
+import statistics
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
+from thinwire.bench.contenders import SHAPES
+from thinwire.core.update_rules import orthogonalise, orthogonalising_flops
 from thinwire.planner.cost import (
     DEVICES,
     DeviceCosts,
@@ -20,7 +28,10 @@ from thinwire.planner.cost import (
     transfer_seconds,
 )
 from thinwire.planner.links import Link
+from thinwire.training import recipes
+from thinwire.training.shapes import build_on_meta, specs_of
 
+RESULTS = Path(__file__).parents[3] / "results"
 # 8 Mbit/s without packet headers: one byte per microsecond. Without a slow start, so that sums stay short.
 BYTE_PER_MICROSECOND = Link(8e6, 0.02, payload_share=1.0, window_bytes=None)
 # The same, 100 ms there and back, so that 100 kB are under way when it is full; TCP begins with 10 kB.
@@ -34,6 +45,35 @@ def all_workloads(num_replicas: int, compute_seconds: float, costs: DeviceCosts)
         published_demo(1_000_000, 96_000, 10, 32, num_replicas, compute_seconds, costs),
         thinwire_demo(1_000_000, 10_000, 32, "sign", num_replicas, compute_seconds, costs),
     ]
+
+
+@pytest.mark.parametrize("shape", [(48, 48), (96, 32), (1, 40), (32, 96)])
+def test_the_muon_rule_is_priced_by_what_it_computes(shape: tuple[int, int]) -> None:
+    with FlopCounterMode(display=False) as counter:
+        orthogonalise(torch.randn(1, *shape))
+    assert orthogonalising_flops(*shape) == counter.get_total_flops()
+
+
+def test_the_muon_rule_takes_as_long_as_it_was_measured_to() -> None:
+    """Stored rows: the H200's step with either rule, and what a host of the lab takes to apply one."""
+    step = {row["contender"]: row for row in stored("step_muon/2026-11-16_h200")}
+    longer = step["thinwire triton, step(), muon rule"]["median_ms"] - step["thinwire triton, step()"]["median_ms"]
+    assert DEVICES["gpu"].rule_seconds("muon", SHAPES["300m"], 64) == pytest.approx(longer / 1000, rel=0.05)
+    apply = {
+        name: statistics.mean(row["parts"]["apply"] for row in stored("lab/2026-11-16_cpu") if wants(row, name))
+        for name in ("demo", "demo-muon")
+    }
+    shapes = [spec.shape for spec in specs_of(build_on_meta(recipes.build("gpt-10m")))]
+    assert DEVICES["cpu"].rule_seconds("muon", shapes, 64) == pytest.approx(apply["demo-muon"] - apply["demo"], rel=0.05)
+    assert DEVICES["cpu"].rule_seconds("sign", shapes, 64) == 0.0
+
+
+def stored(folder: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / folder / "rows.jsonl").read_text().splitlines()]
+
+
+def wants(row: dict[str, Any], method: str) -> bool:
+    return row["method"] == method and row["num_hosts"] == 2 and not row.get("error")
 
 
 def test_bytes_and_rounds_of_a_ring() -> None:

@@ -25,6 +25,18 @@ def report_of(bits_per_second: float, num_replicas: int = 8, compute_seconds: fl
     return make_report(MODEL, num_replicas, link, compute_seconds, **options)  # type: ignore[arg-type]
 
 
+def test_the_muon_rule_costs_more_in_thinwires_rows_alone() -> None:
+    plain, muon = (report_of(1e8, update=rule, device="cpu") for rule in ("sign", "muon"))
+    extra = DEVICES["cpu"].rule_seconds("muon", [spec.shape for spec in MODEL], 64)
+    assert extra > 1
+    for before, after in zip(plain.predictions, muon.predictions, strict=True):
+        more = extra if before.method == "Thinwire DeMo" else 0.0
+        assert after.optimizer_seconds == pytest.approx(before.optimizer_seconds + more)
+    assert muon.title == f"{plain.title}, Thinwire with the muon rule"
+    with pytest.raises(ValueError, match="update='muom'"):
+        report_of(1e8, update="muom")
+
+
 def test_rows_are_exact_to_the_byte() -> None:
     options = {"topks": (8, 32), "values": ("sign", "int8"), "exchange": "all_gather"}
     report = make_report(SPECS, 4, Link(1e8, 0.01), 0.1, **options)  # type: ignore[arg-type]

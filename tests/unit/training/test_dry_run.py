@@ -10,11 +10,12 @@ from rich.console import Console
 
 from thinwire.exchange.transport import SoloTransport
 from thinwire.parallel.mesh import MeshShape
-from thinwire.training.dry_run import describe, matmul_rate, memory_bytes
+from thinwire.planner.cost import DEVICES
+from thinwire.training.dry_run import describe, matmul_rate, memory_bytes, workload_of
 from thinwire.training.methods import Decoupled, build_method
 from thinwire.training.models import Sizes, build_model, num_parameters
 from thinwire.training.recipes import OPTIMIZERS, build
-from thinwire.training.shapes import build_on_meta
+from thinwire.training.shapes import build_on_meta, specs_of
 
 
 @pytest.mark.parametrize("update", ["sign", "adamw"])
@@ -75,6 +76,21 @@ def test_it_says_what_a_run_would_need(name: str, optimizer: str) -> None:
     assert "bytes per step and rank" in text
     assert text.count("bit/s") == 4
     assert re.search(r"together\s*│\s*[\d.]+ [kM]B", text)
+
+
+def test_the_muon_rule_takes_its_time_where_it_is_used() -> None:
+    config = build("quickstart")
+    model, seconds = build_on_meta(config), {}
+    for name, settings in {
+        "sign": {"update": "sign"},
+        "muon": {"update": "muon"},
+        "hidden": {"update": "muon", "rest_update": "sign", "rest_lr": 1e-3},
+    }.items():
+        optim = replace(config.optim, **settings)  # type: ignore[arg-type]
+        seconds[name] = workload_of(optim, model, MeshShape(2), 0.1, torch.device("cpu")).optimizer_seconds
+    assert seconds["sign"] < seconds["hidden"] < seconds["muon"]
+    whole = DEVICES["cpu"].rule_seconds("muon", [spec.shape for spec in specs_of(model)], 64)
+    assert seconds["muon"] == pytest.approx(seconds["sign"] + whole, rel=0.01)
 
 
 def test_owners_hold_and_receive_what_they_would() -> None:
