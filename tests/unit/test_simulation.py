@@ -230,9 +230,10 @@ def test_replicas_may_have_parts_of_the_data_of_their_own() -> None:
     simulation.take_step()
 
 
-def test_peers_are_refused_in_words() -> None:
-    with pytest.raises(TrainingError, match="topk is not simulated: use thinwire train"):
-        simulated(configured(optimizer="topk"), 2)
+@pytest.mark.parametrize("optimizer", ["topk", "powersgd", "adamw-bf16"])
+def test_peers_are_refused_in_words(optimizer: str) -> None:
+    with pytest.raises(TrainingError, match=f"{optimizer} is not simulated: use thinwire train"):
+        simulated(configured(optimizer=optimizer), 2)
 
 
 def test_a_batch_that_replicas_cannot_share_is_refused() -> None:

@@ -24,6 +24,7 @@ from thinwire.exchange.transport import SoloTransport
 from thinwire.local_step import Encoding, LocalStep
 from thinwire.optimizer import DeMo
 from thinwire.ownership import OwnedStack
+from thinwire.parallel.dense import HOOKS
 from thinwire.planner import owners as planned_owners
 from thinwire.planning import group_step
 from thinwire.routes import for_answers
@@ -31,7 +32,7 @@ from thinwire.slabs import LocalTensor
 from thinwire.stack_step import GroupStep
 from thinwire.studies.gradients import Gradients, autocast, can_be_batched, gradients_of
 from thinwire.studies.weather import Weather
-from thinwire.training.config import DECOUPLED_OPTIMIZERS, PEERS, TrainConfig, check
+from thinwire.training.config import DECOUPLED_OPTIMIZERS, UNSHARED_OPTIMIZERS, TrainConfig, check
 from thinwire.training.errors import TrainingError
 from thinwire.training.evaluation import Score, evaluate
 from thinwire.training.examples import Batch, Examples, Order
@@ -288,7 +289,7 @@ class VirtualAverage:
     """An optimizer on gradients that are averaged in full: all replicas together are one with all the examples."""
 
     def __init__(self, model: torch.nn.Module, config: TrainConfig, num_replicas: int) -> None:
-        if config.optim.optimizer in PEERS:
+        if config.optim.optimizer in (*UNSHARED_OPTIMIZERS, *HOOKS):
             raise TrainingError(f"optimizer={config.optim.optimizer} is not simulated: use thinwire train --replicas")
         self._optimizers = averaged_optimizers(config.optim, model)
         self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers]

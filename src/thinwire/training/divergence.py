@@ -11,11 +11,14 @@ from thinwire.exchange.transport import Transport, all_gather
 from thinwire.training.checkpoints import available_steps, checkpoint_name
 from thinwire.training.errors import DivergedError
 
+ADVICE = "try a smaller --lr or a longer warm-up"
+"""How the error of a training that has diverged ends, whatever it was noticed by."""
+
 
 def check_loss(what: str, loss: float) -> None:
     """Refuse a loss that is no number, which must be the same on all replicas."""
     if not math.isfinite(loss):
-        raise DivergedError(f"{what} is {loss}: try a smaller --lr or a longer warm-up")
+        raise DivergedError(f"{what} is {loss}: {ADVICE}")
 
 
 @torch.no_grad()
@@ -27,7 +30,7 @@ def check_parameters(model: nn.Module, transport: Transport, step: int) -> None:
     finite = [local_of(parameter).isfinite().all() for parameter in model.parameters()]
     mine = torch.stack(finite).all().to(torch.uint8).reshape(1).cpu()
     if not all_gather(transport, mine, f"parameters after step {step}").all():
-        raise DivergedError(f"the parameters have NaN or Inf after step {step}: try a smaller --lr or a longer warm-up")
+        raise DivergedError(f"the parameters have NaN or Inf after step {step}: {ADVICE}")
 
 
 def way_back(run_folder: Path) -> str:
