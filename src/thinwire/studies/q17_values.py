@@ -10,7 +10,7 @@ from thinwire.studies.payloads import plan_of, topk_for_bytes
 from thinwire.studies.settings import DEMO_RULES, text_trial
 from thinwire.studies.study import FULL, SIZES, Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row, Trial
-from thinwire.studies.tuning import Contender, Outcome, due, outcomes, seeds_for
+from thinwire.studies.tuning import Contender, Outcome, due, is_below, outcomes, seeds_for
 from thinwire.wire.values import VALUE_CODECS
 
 Case = tuple[str, str, str]
@@ -115,7 +115,7 @@ def _claims(found: dict[Case, Outcome]) -> list[Claim]:
             continue
         best = min(rivals, key=lambda case: rivals[case].mean)
         text = f"with the {update} rule, at equal bytes, signs of many beat more bits of fewer: {cheapest.mean:.3f},"
-        claims.append(Claim(f"{text} {best[2]} {rivals[best].mean:.3f}", max(cheapest.losses) < min(rivals[best].losses)))
+        claims.append(Claim(f"{text} {best[2]} {rivals[best].mean:.3f}", is_below(cheapest, rivals[best])))
         whole = found.get((update, _TOPK, "float32"))
         if whole is not None:
             share = cheapest.mean / whole.mean - 1

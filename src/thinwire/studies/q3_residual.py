@@ -8,7 +8,7 @@ from thinwire.studies.figure import Drawing, Page, dot, room_for_labels, title
 from thinwire.studies.settings import DEMO_RULES, text_trial
 from thinwire.studies.study import FULL, SIZES, Claim, Finding, Study, verdict
 from thinwire.studies.trials import Row, Trial
-from thinwire.studies.tuning import Contender, Outcome, due, outcome_table, outcomes
+from thinwire.studies.tuning import Contender, Outcome, due, is_below, outcome_table, outcomes
 
 _KEPT = {1.0: "kept", 0.5: "halved", 0.0: "dropped"}
 
@@ -37,7 +37,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
             text = (
                 f"with the {rule} rule, keeping the residual lowers the loss by {dropped.mean - kept.mean:.3f} nats per byte"
             )
-            claims.append(Claim(text, max(kept.losses) < min(dropped.losses)))
+            claims.append(Claim(text, is_below(kept, dropped)))
     return Finding(outcome_table("what becomes of the rest", found), claims, _answer(found, claims))
 
 

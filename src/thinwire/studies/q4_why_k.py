@@ -17,7 +17,7 @@ from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, text_trial
 from thinwire.studies.simulation import VirtualReplicas
 from thinwire.studies.study import FULL, MEDIUM, SIZES, SMALL, Claim, Finding, Study, table
 from thinwire.studies.trials import Row, Trial, train
-from thinwire.studies.tuning import Contender, Outcome, due, outcomes, seeds_for
+from thinwire.studies.tuning import Contender, Outcome, due, is_below, outcomes, seeds_for
 
 ALL = 64 * 64
 TOPKS = {"sign": (1, 4, 16, 32, 64, 256, 1024, ALL), "muon": (16, 64, 256)}
@@ -126,7 +126,7 @@ def _answer(found: dict[str, Outcome]) -> str:
         if not by_topk:
             continue
         best = min(by_topk, key=lambda topk: by_topk[topk].mean)
-        beats += [by_topk[best].mean < found[ADAMW].mean] if ADAMW in found else []
+        beats += [is_below(by_topk[best], found[ADAMW])] if ADAMW in found else []
         few, many = (by_topk[topk].rows[0]["memory"] for topk in (min(by_topk), max(by_topk)))
         parts.append(
             f"with the {update} rule k = {best} is best, {by_topk[best].mean:.3f}, and the residual is {few:.1f} gradients "
@@ -179,12 +179,12 @@ def _claims(found: dict[str, Outcome]) -> list[Claim]:
         for rival, words in ((found.get(ADAMW), ADAMW), (signum, "dense Signum at its better decay")):
             if rival is not None:
                 text = f"with the {update} rule the best k, {best}, reaches {by_topk[best].mean:.3f}, below {words}"
-                claims.append(Claim(f"{text} ({rival.mean:.3f})", max(by_topk[best].losses) < min(rival.losses)))
+                claims.append(Claim(f"{text} ({rival.mean:.3f})", is_below(by_topk[best], rival)))
         claims += _claims_on_size(update, by_topk, best)
     sent_all = found.get(name_of("sign", ALL))
     if sent_all is not None and signum is not None:
         text = "sending all coefficients is not Signum: dense Signum's loss is lower"
-        claims.append(Claim(f"{text} by {sent_all.mean - signum.mean:.3f}", max(signum.losses) < min(sent_all.losses)))
+        claims.append(Claim(f"{text} by {sent_all.mean - signum.mean:.3f}", is_below(signum, sent_all)))
     return claims
 
 

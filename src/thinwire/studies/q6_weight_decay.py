@@ -8,7 +8,7 @@ from thinwire.studies.figure import Drawing, Page, line, room_for_labels, title
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, text_trial
 from thinwire.studies.study import SIZES, Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row, Trial
-from thinwire.studies.tuning import Contender, Outcome, due, outcomes
+from thinwire.studies.tuning import Contender, Outcome, due, is_below, outcomes
 from thinwire.training.config import TrainConfig
 from thinwire.training.config_file import override
 from thinwire.training.methods import lr_share
@@ -109,7 +109,7 @@ def _claims(found: dict[Case, Outcome]) -> list[Claim]:
             claims.append(
                 Claim(
                     f"{text}, more than seeds do ({spread:.3f})",
-                    max(decayed.losses) < min(without.losses) or max(without.losses) < min(decayed.losses),
+                    is_below(decayed, without) or is_below(without, decayed),
                 )
             )
     return claims

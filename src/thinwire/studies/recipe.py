@@ -10,7 +10,7 @@ from thinwire.studies.figure import Drawing, Page, dot, room_for_labels, title
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, PILOT, Start, text_trial
 from thinwire.studies.study import FULL, SMALL, Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row, Trial
-from thinwire.studies.tuning import Contender, Outcome, due, outcomes
+from thinwire.studies.tuning import Contender, Outcome, due, is_below, outcomes
 
 RECOMMENDED: dict[str, Any] = {**DEMO_RULES[FULL]["muon"].settings, "combine": "mean_over_replicas"}
 _LEAST_RATIO = 100
@@ -149,7 +149,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         if adamw is not None and demo is not None:
             gap = demo.mean - adamw.mean
             text = f"{set_up}: every seed of the recommended recipe ends below every seed of AdamW ({gap:+.3f})"
-            claims.append(Claim(text, max(demo.losses) < min(adamw.losses)))
+            claims.append(Claim(text, is_below(demo, adamw)))
             fewer_text = f"{set_up}: it sends at least {_LEAST_RATIO} times fewer bytes ({ratio(demo.rows[0]):.0f} times)"
             claims.append(Claim(fewer_text, ratio(demo.rows[0]) >= _LEAST_RATIO))
             sentences.append(

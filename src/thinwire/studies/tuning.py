@@ -63,6 +63,11 @@ class Outcome:
         return f"{self.mean:.3f} ({min(self.losses):.3f} to {max(self.losses):.3f})"
 
 
+def is_below(one: Outcome, other: Outcome) -> bool:
+    """Whether every seed of the one ends below every seed of the other."""
+    return max(one.losses) < min(other.losses)
+
+
 def due(contenders: Sequence[Contender], rows: Sequence[Row], size: str, seeds: Sequence[int] = SEEDS) -> list[Trial]:
     """What is to be run next, knowing these rows: the first of a grid, one beyond its edge, or the other seeds."""
     return [
