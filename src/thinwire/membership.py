@@ -297,13 +297,18 @@ def membership_of(transport: Transport, delay: int) -> Membership | Fixed:
     return Fixed() if reach is None else Membership(reach)
 
 
+def is_meeting_due(optimizer: "DeMo") -> bool:
+    """Whether replicas that come and go must meet before the next step."""
+    return optimizer.membership.is_newcomer or optimizer._company.is_meeting_called
+
+
 def try_step(optimizer: "DeMo") -> bool:
     """One step, together with all replicas. False: they had to meet or to be made alike first, and all try again."""
     words = ""
     try:
         try:
             optimizer.synchronize()
-            if optimizer._is_meeting_due and optimizer.membership.meet_(optimizer, is_broken=False):
+            if is_meeting_due(optimizer) and optimizer.membership.meet_(optimizer, is_broken=False):
                 return True  # this replica was given another's parameters, and has no gradients of them
             optimizer._attempt_step()
             return True

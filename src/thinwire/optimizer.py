@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from thinwire import checkpoint, planning
+from thinwire import checkpoint, options, planning
 from thinwire.attempt import Attempt
 from thinwire.company import Company
 from thinwire.core.combine import Decoding
@@ -22,14 +22,10 @@ from thinwire.exchange.plan import ExchangePlan
 from thinwire.exchange.transport import Transport
 from thinwire.gradients import tell_trouble
 from thinwire.local_step import BACKENDS, LocalStep
-from thinwire.membership import make_alike, membership_of, try_step
-from thinwire.options import ON_BAD_PAYLOAD, ON_NONFINITE, PUBLISHED_OPTIONS, check_group, with_plain_lr_
+from thinwire.membership import is_meeting_due, make_alike, membership_of, try_step
 from thinwire.overlap import Overlap, check_nothing_changed
 from thinwire.routes import make_route
 from thinwire.wire.payload import Header
-
-DEFAULT_DENSE_BELOW = 4096
-DEFAULT_OVERLAPPED_BUCKETS = 8
 
 
 class DeMo(Optimizer):
@@ -100,7 +96,7 @@ class DeMo(Optimizer):
         values: str = "auto",
         lr_in_momentum: bool = False,
         layout: str = "adaptive",
-        dense_below: int = DEFAULT_DENSE_BELOW,
+        dense_below: int = options.DEFAULT_DENSE_BELOW,
         betas: tuple[float, float] = (0.9, 0.99),
         eps: float = 1e-8,
         maximize: bool = False,
@@ -127,11 +123,11 @@ class DeMo(Optimizer):
         backend: str = "auto",
     ) -> None:
         self._decoding = Decoding.checked(combine, exact_decode, clip_to_median)
-        self._on_nonfinite = check_choice("on_nonfinite", on_nonfinite, ON_NONFINITE)
-        self._on_bad_payload = check_choice("on_bad_payload", on_bad_payload, ON_BAD_PAYLOAD)
+        self._on_nonfinite = check_choice("on_nonfinite", on_nonfinite, options.ON_NONFINITE)
+        self._on_bad_payload = check_choice("on_bad_payload", on_bad_payload, options.ON_BAD_PAYLOAD)
         self._sync_parameters = check_bool("sync_parameters", sync_parameters)
         self._overlaps = check_bool("overlap", overlap)
-        default_buckets = DEFAULT_OVERLAPPED_BUCKETS if overlap else 1
+        default_buckets = options.DEFAULT_OVERLAPPED_BUCKETS if overlap else 1
         self._num_buckets = default_buckets if num_buckets is None else check_int("num_buckets", num_buckets, 1)
         self._overlap: Overlap | None = None
         self._delay = Delay(delay, look_ahead, islands_for(exchange, islands) is not None)
@@ -141,7 +137,7 @@ class DeMo(Optimizer):
         group_options |= {"weight_decay": weight_decay, "update": update, "values": values, "betas": betas, "eps": eps}
         group_options |= {"lr_in_momentum": lr_in_momentum, "layout": layout, "dense_below": dense_below}
         group_options |= {"maximize": maximize, "momentum_dtype": momentum_dtype}
-        check_group(group_options)
+        options.check_group(group_options)
         self._is_ready = False
         super().__init__(params, group_options)
         self._unsettled: Attempt | None = None
@@ -161,6 +157,12 @@ class DeMo(Optimizer):
         self._agree_and_synchronise(self.param_groups)
 
     @classmethod
+    def recommended(cls, params: Any, lr: float = options.RECOMMENDED_LR, **others: Any) -> "DeMo":
+        """The settings of the lowest losses measured: the muon rule, which wants whole matrices and costs more than others,
+        with 64 coefficients per chunk and a shorter memory. ``others`` are any of DeMo's options, also in place of these."""
+        return cls(params, lr, **{**options.RECOMMENDED_OPTIONS, **others})
+
+    @classmethod
     def published(
         cls,
         params: Any,
@@ -175,7 +177,7 @@ class DeMo(Optimizer):
     ) -> "DeMo":
         """DeMo as its authors published it: the same trajectory as their code, on this wire and with these guards."""
         own: dict[str, Any] = {"momentum_decay": momentum_decay, "chunk": chunk, "topk": topk, "weight_decay": weight_decay}
-        return cls(params, lr, **own, **PUBLISHED_OPTIONS, process_group=process_group, transport=transport)
+        return cls(params, lr, **own, **options.PUBLISHED_OPTIONS, process_group=process_group, transport=transport)
 
     @property
     def replica(self) -> int:
@@ -356,15 +358,11 @@ class DeMo(Optimizer):
         self.synchronize()
         is_as_planned = planning.signature_of(self.param_groups, self.state) == self._planned_signature
         # What may change parameters, or fail where replicas come and go, must not do so inside backward.
-        is_left = self._is_meeting_due or self._delay.is_unsettled or self.drift.is_due(self.num_steps)
+        is_left = is_meeting_due(self) or self._delay.is_unsettled or self.drift.is_due(self.num_steps)
         if not is_as_planned or is_left or not self._company.has_agreed_on(self._plan):
             return None
         self._prepare()
         return self._attempt()
-
-    @property
-    def _is_meeting_due(self) -> bool:
-        return self.membership.is_newcomer or self._company.is_meeting_called
 
     def _check_idle(self) -> None:
         """Before anything that would meet half a step."""
@@ -377,13 +375,13 @@ class DeMo(Optimizer):
     def _attempt(self) -> Attempt:
         """What all replicas are about to do together."""
         header, description = self._header()
-        options = (self._company.compares, self._on_bad_payload == "drop" and self.num_replicas > 1)
+        how = (self._company.compares, self._on_bad_payload == "drop" and self.num_replicas > 1)
         scaled = (self._from_scaler("grad_scale"), self._delay.num_under_way, self.island.unscales)
         groups = [planning.group_step(group, *scaled) for group in self.param_groups]
         self._turn = (self._turn + self._delay.num_under_way) % 2  # payloads under way keep their place
         rooms = self._local.rooms_for(self._turn, self._plan.buckets, self._route.room)
         own = (self._route, rooms, self._local, groups, header, description)
-        attempt = self._delay.newest = Attempt(*own, self._transport, self.traffic, *options)
+        attempt = self._delay.newest = Attempt(*own, self._transport, self.traffic, *how)
         self.membership.begin(attempt)
         self.island.begin(self._description, self._from_scaler("grad_scale"))
         return attempt
@@ -428,7 +426,7 @@ class DeMo(Optimizer):
         """Add parameters to train; collective, like the constructor."""
         if not isinstance(param_group, dict):
             raise TypeError(f"a parameter group must be a dict, got {type(param_group).__name__}")
-        check_group({**self.defaults, **param_group})
+        options.check_group({**self.defaults, **param_group})
         if self._is_ready:
             self._check_idle()
         super().add_param_group(param_group)
@@ -451,7 +449,7 @@ class DeMo(Optimizer):
     def _refresh(self) -> None:
         """Check the groups, which schedulers and users write to, and rebuild the plan if need be."""
         for group in self.param_groups:
-            check_group(with_plain_lr_(group))
+            options.check_group(options.with_plain_lr_(group))
         planning.check_codings(self._plan, self.param_groups)
         if planning.signature_of(self.param_groups, self.state) != self._planned_signature:
             self._rebuild()

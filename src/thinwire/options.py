@@ -24,6 +24,8 @@ STRUCTURAL_OPTIONS = ("chunk", "topk", "values", "layout", "dense_below", "updat
 # What changes no byte of the plan but must be equal on all replicas at every step.
 SETTINGS = ("lr", "momentum_decay", "weight_decay", "update", "lr_in_momentum", "betas", "eps", "maximize")
 _OPTIONS = frozenset({*STRUCTURAL_OPTIONS, *SETTINGS})
+DEFAULT_DENSE_BELOW = 4096
+DEFAULT_OVERLAPPED_BUCKETS = 8
 # What makes DeMo the algorithm that its authors published.
 PUBLISHED_OPTIONS: dict[str, Any] = {
     "update": "sign",
@@ -33,6 +35,9 @@ PUBLISHED_OPTIONS: dict[str, Any] = {
     "combine": "mean_over_senders",
     "exact_decode": False,
 }
+# What had the lowest losses for its bytes: docs/choosing.md.
+RECOMMENDED_LR = 4e-2
+RECOMMENDED_OPTIONS: dict[str, Any] = {"update": "muon", "topk": 64, "momentum_decay": 0.98}
 ON_NONFINITE = ("raise", "skip")
 ON_BAD_PAYLOAD = ("drop", "raise")
 # What torch, its schedulers and its checkpoints keep in a group, besides the options.

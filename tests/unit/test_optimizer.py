@@ -16,6 +16,7 @@ from thinwire import DeMo, NonFiniteGradientError, disable_gradient_sync
 from thinwire.core.update_rules import UPDATE_RULES
 from thinwire.exchange.traffic import Count
 from thinwire.exchange.transport import SoloTransport
+from thinwire.training import recipes
 
 
 def one(shape: tuple[int, ...] = (8, 8), **options: Any) -> tuple[nn.Parameter, DeMo]:
@@ -483,3 +484,15 @@ def test_mixed_dtypes_in_one_optimizer() -> None:
     optimizer.step()
     for old, parameter in zip(before, parameters, strict=True):
         assert not torch.equal(old, parameter)
+
+
+def test_the_recommended_settings_are_those_of_the_recipe_and_give_way_to_ones_own() -> None:
+    matrix = torch.nn.Parameter(torch.zeros(64, 64))
+    (group,), recipe = DeMo.recommended([matrix]).param_groups, recipes.build("gpt-small").optim
+    for name in ("lr", "update", "topk", "momentum_decay"):
+        assert group[name] == getattr(recipe, name), name
+    assert group["update"] == "muon"
+    (own,) = DeMo.recommended([matrix], lr=0.1, topk=8, weight_decay=0.5).param_groups
+    assert (own["lr"], own["topk"], own["weight_decay"], own["momentum_decay"]) == (0.1, 8, 0.5, 0.98)
+    with pytest.raises(TypeError, match="tpk"):
+        DeMo.recommended([matrix], tpk=8)

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from functools import cache
 
 from thinwire.exchange.plan import ExchangePlan, TensorSpec, make_plan
-from thinwire.optimizer import DEFAULT_DENSE_BELOW
-from thinwire.options import coding_of
+from thinwire.options import DEFAULT_DENSE_BELOW, coding_of
 from thinwire.studies.trials import Trial
 from thinwire.training.config import DataConfig, ModelConfig, TrainConfig
 from thinwire.training.shapes import build_on_meta, specs_of

@@ -4,8 +4,7 @@ from torch import nn
 
 from thinwire.exchange.choice import AUTO
 from thinwire.exchange.plan import ExchangePlan, TensorSpec, make_plan
-from thinwire.optimizer import DEFAULT_DENSE_BELOW
-from thinwire.options import coding_of
+from thinwire.options import DEFAULT_DENSE_BELOW, coding_of
 from thinwire.planner.cost import DEVICES
 from thinwire.planner.links import Link
 from thinwire.planner.owners import choose_exchange, sizes_of

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from thinwire.options import RECOMMENDED_LR, RECOMMENDED_OPTIONS
 from thinwire.training.config import DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig, TrainConfig
 from thinwire.training.errors import TrainingError
 
@@ -31,7 +32,7 @@ def gpt_small(optimizer: str) -> TrainConfig:
     return TrainConfig(
         model=ModelConfig(architecture="llama", layers=8, width=512, heads=8, mlp_width=1408, precision="bfloat16"),
         data=DataConfig(dataset="stdlib", sequence=256),
-        optim=_optim(optimizer, demo=OptimConfig(lr=4e-2, update="muon", topk=64, momentum_decay=0.98)),
+        optim=_optim(optimizer, demo=OptimConfig(lr=RECOMMENDED_LR, **RECOMMENDED_OPTIONS)),
         schedule=ScheduleConfig(steps=600, batch=128, warmup_steps=50),
         run=RunConfig(eval_every=100, eval_examples=512, checkpoint_every=200),
     )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from thinwire.exchange.plan import Coding, TensorSpec, make_plan
-from thinwire.optimizer import DEFAULT_DENSE_BELOW, DEFAULT_OVERLAPPED_BUCKETS
+from thinwire.options import DEFAULT_DENSE_BELOW, DEFAULT_OVERLAPPED_BUCKETS
 from thinwire.planner.cost import DEVICES, DeviceCosts
 from thinwire.planner.figure import draw
 from thinwire.planner.links import Link
