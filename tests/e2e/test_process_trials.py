@@ -28,5 +28,7 @@ def test_processes_train_what_the_simulator_does() -> None:
 def test_a_run_that_diverges_is_a_row_and_one_that_cannot_start_is_an_error() -> None:
     lost = ProcessTrial("quickstart", 2, "sgd", {**TINY, "lr": 1e30, "clip": 0.0}).run(CPU)
     assert lost["loss"] is None
+    with pytest.raises(TrainingError, match="kept, apart"):
+        ProcessTrial("quickstart", 2, settings=TINY, kept=0.5).run(CPU)
     with pytest.raises(TrainingError, match=r"optimizer=demo ended with exit code 1: .*heads=7"):
         ProcessTrial("quickstart", 2, settings={**TINY, "heads": 7}).run(CPU)

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from thinwire import cli
+from thinwire.studies import questions
 from thinwire.studies.q4_why_k import MemoryTrial
 from thinwire.studies.questions import STUDIES
-from thinwire.studies.results import best_folder, book_of, folder_for, stored, write_summary
-from thinwire.studies.study import SIZES, Claim, Finding, Study
+from thinwire.studies.results import best_folder, book_of, folder_for, size_in, stored, write_summary
+from thinwire.studies.study import SIZES, Claim, Finding, Study, table
 from thinwire.studies.trials import Book, Row, Rows, Trial, run_all
-from thinwire.studies.tuning import Contender, due, outcome
+from thinwire.studies.tuning import Contender, due, is_below, outcome
 from thinwire.training.errors import TrainingError
 
 CPU = torch.device("cpu")
@@ -32,13 +33,13 @@ def made_up(trial: Trial, chance: random.Random) -> Row:
     return {**row, "parameters": 10_000, "seconds": 1.0, "step_seconds": 0.5, **trial.made_up(chance)}
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("study", STUDIES.values(), ids=lambda study: study.name)
+SIZES_OF = [(study, size) for study in STUDIES.values() for size in study.sizes]
+
+
+@pytest.mark.parametrize(("study", "size"), SIZES_OF, ids=[f"{study.name}-{size}" for study, size in SIZES_OF])
 def test_a_study_comes_to_an_end_and_says_something(study: Study, size: str, tmp_path: Path) -> None:
-    folder, chance, rows = tmp_path / "2000-01-01_cpu", random.Random(1), list[Row]()
+    folder, chance, rows = folder_for(tmp_path, study.name, CPU, size), random.Random(1), list[Row]()
     study.find([], RESULTS)
-    if study.has_trials and size not in study.sizes:
-        return
     for _ in range(20):
         known = {json.dumps(row["trial"], sort_keys=True) for row in rows}
         new = [trial for trial in study.plan(size, rows) if trial.key not in known]
@@ -49,7 +50,7 @@ def test_a_study_comes_to_an_end_and_says_something(study: Study, size: str, tmp
             break
     else:
         pytest.fail("it always wants more")
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_summary(study, folder, RESULTS)
     text = (folder / "summary.md").read_text()
@@ -58,6 +59,35 @@ def test_a_study_comes_to_an_end_and_says_something(study: Study, size: str, tmp
     for name in study.draw(rows, RESULTS):
         assert (folder / name).stat().st_size > 5000
         assert f"({name})" in text
+
+
+def test_rows_of_two_sizes_lie_in_two_folders_and_the_larger_is_read(tmp_path: Path) -> None:
+    folders = {size: folder_for(tmp_path, "q3", CPU, size) for size in SIZES}
+    assert [folder.name[len("2000-01-01") :] for folder in folders.values()] == ["_cpu", "_cpu_medium", "_cpu_full"]
+    assert [size_in(folder) for folder in folders.values()] == list(SIZES)
+    on_gpu = {"2000-01-01_h200_small": "small", "2000-01-01_h200_medium": "medium", "2000-01-01_h200": "full"}
+    assert [size_in(Path(name)) for name in on_gpu] == list(on_gpu.values())
+    best = ["2000-01-02_cpu", "2000-01-01_h200_small", "2000-01-02_cpu_medium", "2000-01-01_h200", "2000-01-02_h200"]
+    for name in best:
+        (tmp_path / "q3" / name).mkdir(parents=True)
+        (tmp_path / "q3" / name / "rows.jsonl").write_text("")
+        assert best_folder(tmp_path, "q3") == tmp_path / "q3" / name
+    assert folder_for(tmp_path, "q3", CPU, "medium").name == "2000-01-02_cpu_medium"
+    assert folder_for(tmp_path, "q3", CPU).name == "2000-01-02_cpu"
+
+
+def test_what_is_due_is_planned_once_a_row(tmp_path: Path) -> None:
+    asked = []
+
+    def plan(rows: Sequence[Row]) -> list[Trial]:
+        asked.append(len(rows))
+        return [Trial("quickstart", 2, settings={"seed": seed}) for seed in (0, 1)]
+
+    book = Book("q0", Rows(tmp_path / "q0"), plan)
+    assert [len(book.due) for _ in range(3)] == [2, 2, 2]
+    book.rows.add({"trial": book.due[0].facts, "loss": 1.0})
+    assert [len(book.due) for _ in range(3)] == [1, 1, 1]
+    assert asked == [0, 1]
 
 
 def test_what_was_run_is_not_run_again(tmp_path: Path) -> None:
@@ -111,10 +141,55 @@ def test_a_training_that_cannot_be_built_keeps_no_other_from_being_run(at_once: 
     good = Trial("quickstart", 2, settings={**TINY, "steps": 2, "eval_every": 2})
     bad = replace(good, optimizer="topk")
     books = [Book("bad", Rows(tmp_path / "bad"), lambda _: [bad]), Book("good", Rows(tmp_path / "good"), lambda _: [good])]
-    with pytest.raises(TrainingError, match="topk is not simulated"):
+    with pytest.raises(
+        TrainingError, match=r"1 training could not be run, the first one bad, optimizer=topk.*not simulated"
+    ):
         list(run_all(books, CPU, at_once))
     assert len(Rows(tmp_path / "good").rows) == 1
     assert not (tmp_path / "bad").exists()
+
+
+def test_studies_conclude_when_a_training_of_one_cannot_be_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that run alone, after the others, too."""
+    good = Trial("quickstart", 2, settings={**TINY, "steps": 2, "eval_every": 2})
+    bad = replace(good, optimizer="topk")
+
+    def study(name: str, trial: Trial, alone: bool = False, sizes: Sequence[str] = SIZES) -> Study:
+        said = lambda rows, _: Finding(table(("rows",), [(str(len(rows)),)]))  # noqa: E731
+        return Study(name, "T", "?", find=said, plan=lambda *_: [trial], alone=alone, sizes=sizes)
+
+    studies = [
+        study("good", good),
+        study("bad", bad),
+        study("last", good, alone=True),
+        study("other", good, sizes=("full",)),
+    ]
+    monkeypatch.setattr(questions, "STUDIES", {one.name: one for one in studies})
+    assert cli.run(["study", "run", "all", "--device", "cpu", "--results", str(tmp_path)]) == 1
+    assert "1 training could not be run, the first one bad" in capsys.readouterr().err
+    for name in ("good", "last"):
+        (folder,) = (tmp_path / name).iterdir()
+        assert (folder / "summary.md").exists()
+    assert not (tmp_path / "other").exists()
+    assert cli.run(["study", "run", "other", "--device", "cpu", "--results", str(tmp_path)]) == 1
+    assert "--size small: other has the sizes full alone" in capsys.readouterr().err
+
+
+def test_a_seed_that_failed_is_not_below_others() -> None:
+    def rows(losses: Sequence[float | None], optimizer: str) -> list[Row]:
+        trial = Trial("quickstart", 2, optimizer)
+        contender = Contender("a", trial, 0.1)
+        return [{"trial": contender.at(0.1, seed).facts, "loss": loss} for seed, loss in enumerate(losses)]
+
+    known = [*rows([1.0, None, 1.1], "demo"), *rows([1.5, 1.6, 1.7], "adamw")]
+    demo, adamw = (outcome(Contender("a", Trial("quickstart", 2, name), 0.1), known) for name in ("demo", "adamw"))
+    assert demo is not None
+    assert adamw is not None
+    assert not is_below(demo, adamw)
+    assert demo.words == "1.050 (1.000 to 1.100; 1 failed)"
+    assert is_below(replace(demo, num_failed=0), adamw)
 
 
 def test_a_training_that_fails_is_a_row_without_a_loss() -> None:

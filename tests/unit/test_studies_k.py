@@ -1,5 +1,6 @@
 """What the studies of k, chunks, weight decay, bytes and value codecs measure and compute."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from thinwire.planner.links import Link
 from thinwire.studies import q4_why_k, q5_choice_of_k, q6_weight_decay, q7_bytes, q17_values
 from thinwire.studies.figure import Page, line
 from thinwire.studies.payloads import plan_of, topk_for_bytes
+from thinwire.studies.results import folder_for
 from thinwire.studies.settings import text_trial
 from thinwire.studies.trials import Trial
 from thinwire.studies.tuning import Outcome
@@ -117,6 +119,27 @@ def test_bytes_received_are_those_of_all_others() -> None:
     sizes = q7_bytes.bytes_at("small", 32)
     assert sizes.received == {2: sizes.sent, 4: 3 * sizes.sent, 64: 63 * sizes.sent}
     assert sizes.received_with_owners < sizes.received[64]
+
+
+def test_losses_of_two_sizes_are_not_on_one_line(tmp_path: Path) -> None:
+    """q4 was trained in both, q5 in the small size alone: all losses are the small ones, until q5 has more, too."""
+
+    def store(study: str, size: str) -> None:
+        contenders = {"q4": q4_why_k.contenders, "q5": q5_choice_of_k.contenders}[study](size)
+        folder, loss = folder_for(tmp_path, study, CPU, size), {"small": 3.0, "medium": 2.0}[size]
+        folder.mkdir(parents=True)
+        rows = [{"trial": one.at(one.rate, 0).facts, "loss": loss, "sent_bytes": 1, "memory": 1.0} for one in contenders]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def losses() -> set[str]:
+        text = q7_bytes.STUDY.find([], tmp_path).text
+        return {loss for loss in ("2.000", "3.000") if loss in text}
+
+    for study, size in (("q4", "small"), ("q4", "medium"), ("q5", "small")):
+        store(study, size)
+    assert losses() == {"3.000"}
+    store("q5", "medium")
+    assert losses() == {"2.000"}
 
 
 def test_a_step_over_a_link_waits_for_its_bytes() -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from thinwire.studies.report import (
     Answer,
     Origin,
     chosen_folder,
+    origins,
     size_of,
     told,
     write_markdown,
@@ -174,22 +174,24 @@ def test_a_study_without_rows_says_what_makes_them(tmp_path: Path) -> None:
     assert one.words == "Nothing is known yet: `thinwire study run q0` makes the rows."
 
 
-def test_sizes_are_told_from_each_other(tmp_path: Path) -> None:
-    study, full, folder = STUDIES["q3"], STUDIES["q3"].plan("full", [])[0], tmp_path / "q3" / "2000-01-01_cpu"
-    assert size_of(study, folder) is None
-    folder.mkdir(parents=True)
-    rows = [trial.facts for trial in study.plan("small", [])]
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps({"trial": facts, "loss": 1.0}) + "\n" for facts in rows))
-    assert size_of(study, folder) == "small"
-    shutil.copytree(folder, folder.with_name(f"{folder.name}_medium"))
-    assert size_of(study, folder.with_name(f"{folder.name}_medium")) == "medium"
-    path.write_text(path.read_text() + json.dumps({"trial": full.facts, "loss": 1.0}) + "\n")
-    assert size_of(study, folder) == "full"
-    # What both sizes have is no sign of the full one.
-    both = next(trial for trial in STUDIES["q10"].plan("full", []) if trial.recipe == "rehearsal")
-    path.write_text(json.dumps({"trial": both.facts, "loss": 1.0}) + "\n")
-    assert size_of(STUDIES["q10"], folder) == "small"
+def test_the_size_of_what_there_is_and_the_command_that_makes_it(tmp_path: Path) -> None:
+    study = STUDIES["q3"]
+    for name, size in {"2000-01-01_cpu": "small", "2000-01-01_cpu_medium": "medium", "2000-01-01_h200": "full"}.items():
+        folder = tmp_path / "q3" / name
+        assert size_of(study, folder) is None
+        assert origins(study, folder, tmp_path, None)[0].command == "thinwire study run q3 --size small"
+        folder.mkdir(parents=True)
+        (folder / "rows.jsonl").write_text(json.dumps({"trial": study.plan(size, [])[0].facts, "loss": 1.0}) + "\n")
+        assert size_of(study, folder) == size
+        device = " --device cuda" if size == "full" else ""
+        assert origins(study, folder, tmp_path, size)[0].command == f"thinwire study run q3 --size {size}{device}"
+    assert size_of(STUDIES["q19"], tmp_path / "q19") is None
+    (medium,) = (
+        one
+        for one in origins(STUDIES["q7"], tmp_path / "q7", tmp_path, None)
+        if one.command.startswith("thinwire study run q4")
+    )
+    assert medium.command == "thinwire study run q4 --size small"
 
 
 def test_the_best_rows_that_have_an_answer_are_taken(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ class RunCommand:
     """Studies, such as q3, or all."""
     size: Literal["small", "medium", "full"] = "small"
     """small: a minute or two each on a CPU, no evidence. medium: the same model trained longer, with tuned learning rates
-    and three seeds, a quarter of an hour each. full: a larger model, for a GPU."""
+    and three seeds, minutes to an hour each. full: a larger model, for a GPU."""
     device: str = "auto"
     """cuda, cpu, or auto: a GPU if there is one."""
     at_once: int = 1
@@ -50,7 +50,7 @@ class RunCommand:
     seconds: float = 0.0
     """Begin no training after this time; a later call goes on. 0: no limit."""
     results: Path = _RESULTS
-    """Folder of all results: rows go to STUDY/DATE_HARDWARE in it, to the newest of this hardware."""
+    """Folder of all results: rows go to STUDY/DATE_HARDWARE in it, to the newest of this hardware and size."""
     anew: bool = False
     """Begin a new folder, instead of going on in the newest."""
     debug: bool = False
@@ -100,12 +100,12 @@ def _list(asked: ListCommand, console: Console) -> int:
     from thinwire.studies.results import best_folder
 
     lines = Table()
-    for heading in ("study", "question", "newest rows"):
+    for heading in ("study", "question", "best rows"):
         lines.add_column(heading)
     for study in STUDIES.values():
         folder = best_folder(asked.results, study.name)
-        newest = "none" if folder is None else folder.name
-        lines.add_row(study.name, study.question, newest if study.has_trials else "has no trainings")
+        best = "none" if folder is None else folder.name
+        lines.add_row(study.name, study.question, best if study.has_trials else "has no trainings")
     console.print(lines)
     return 0
 
@@ -127,27 +127,31 @@ def _run(asked: RunCommand, console: Console) -> int:
     device, deadline = device_of(asked.device), time.monotonic() + (asked.seconds or math.inf)
     studies = _chosen(asked.names)
     with_trials = [one for one in studies if one.has_trials and asked.size in one.sizes]
-    folders = {one.name: folder_for(asked.results, one.name, device, asked.size, asked.anew) for one in with_trials}
     for one in studies:
-        if one.has_trials and one not in with_trials:
-            console.print(f"{one.name} has no {asked.size} size: there are {' and '.join(one.sizes)}", highlight=False)
-    left = 0
+        if one.has_trials and one not in with_trials and one.name in asked.names:
+            raise TrainingError(f"--size {asked.size}: {one.name} has the sizes {' and '.join(one.sizes)} alone")
+    folders = {one.name: folder_for(asked.results, one.name, device, asked.size, asked.anew) for one in with_trials}
+    left, failures = 0, list[TrainingError]()
     # Where the time counts, nothing else must run, and what others have found is read.
     for alone in (False, True):
         mine = [one for one in with_trials if one.alone == alone]
         books = [book_of(one, asked.size, folders[one.name]) for one in mine]
-        left += _run_books(books, asked, device, 1 if alone else asked.at_once, deadline, console)
+        try:
+            _run_books(books, asked, device, 1 if alone else asked.at_once, deadline, console)
+        except TrainingError as error:
+            failures.append(error)
+        left += _conclude_books(books, asked.results, console)
     for study in studies:
         if not study.has_trials:
             _conclude(study, asked.results / study.name, asked.results, console)
+    if failures:
+        raise failures[0]
     return 3 if left else 0
 
 
 def _run_books(
     books: "list[Book]", asked: RunCommand, device: torch.device, at_once: int, deadline: float, console: Console
-) -> int:
-    """Run them, and write what each says; returns the number of trainings that are left."""
-    from thinwire.studies.questions import STUDIES
+) -> None:
     from thinwire.studies.trials import run_all
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -161,11 +165,17 @@ def _run_books(
             num_done[book.name] += 1
             done = num_done[book.name]
             progress.update(bars[book.name], completed=done, total=done + left, visible=left > 0)
+
+
+def _conclude_books(books: "list[Book]", results: Path, console: Console) -> int:
+    """Write what each says; returns the number of trainings that are left."""
+    from thinwire.studies.questions import STUDIES
+
     for book in books:
         if book.rows.rows:
-            _conclude(STUDIES[book.name], book.rows.folder, asked.results, console)
+            _conclude(STUDIES[book.name], book.rows.folder, results, console)
         if left := len(book.due):
-            console.print(f"{book.name}: {left} trainings are left for lack of time; call it again to go on")
+            console.print(f"{book.name}: {left} trainings are left; call it again to go on")
     return sum(len(book.due) for book in books)
 
 

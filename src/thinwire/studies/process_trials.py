@@ -4,7 +4,6 @@ import json
 import math
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +18,8 @@ from thinwire.training.errors import TrainingError
 from thinwire.training.logs import read_rows
 
 _MOST_SECONDS = 3600.0
+# What the errors of a training that has diverged have in them.
+_DIVERGED = (ADVICE, "NaN or Inf in the gradient")
 
 
 class ProcessTrial(Trial):
@@ -27,26 +28,29 @@ class ProcessTrial(Trial):
     def run(self, device: torch.device) -> Row:
         """See `Trial`."""
         config = self.config
+        if replace(self, recipe="", replicas=1, optimizer="demo", settings={}) != type(self)("", 1):
+            raise TrainingError("absent, lost, kept, apart, later_topk and returned are the simulator's, not of processes")
         run = replace(config.run, tensorboard=False, sample_tokens=0, checkpoint_every=0)
-        began = time.perf_counter()
         with TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "config.toml").write_text(as_toml(replace(config, run=run)), encoding="utf-8")
             command = [sys.executable, "-m", "thinwire", "train", self.recipe, f"--config={folder / 'config.toml'}"]
             command += [f"--replicas={self.replicas}", f"--out={folder / 'run'}", f"--device={device.type}", "--threads=1"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_MOST_SECONDS, check=False)
-            has_diverged = done.returncode != 0 and ADVICE in done.stderr
+            has_diverged = done.returncode != 0 and any(words in done.stderr for words in _DIVERGED)
             if done.returncode and not has_diverged:
                 last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
                 raise TrainingError(f"optimizer={self.optimizer} ended with exit code {done.returncode}: {last}")
             summary = {} if has_diverged else json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
             rows = read_rows(folder / "run" / "log.jsonl")
-        return {"trial": self.facts, **_measured(rows, summary, config.schedule.steps, time.perf_counter() - began)}
+        return {"trial": self.facts, **_measured(rows, summary, config.schedule.steps)}
 
 
-def _measured(rows: list[dict[str, Any]], summary: dict[str, Any], steps: int, seconds: float) -> Row:
+def _measured(rows: list[dict[str, Any]], summary: dict[str, Any], steps: int) -> Row:
+    """What a row has of a run; seconds are those without its start."""
     scores = [row for row in rows if row["kind"] == "evaluation" and row["step"]]
     curve = [[row["step"], round(row["loss"], 6)] for row in scores if math.isfinite(row["loss"])]
+    seconds = summary.get("elapsed_seconds", 0.0)
     return {
         "loss": curve[-1][1] if summary and curve and curve[-1][0] == steps else None,
         "accuracy": summary.get("accuracy"),

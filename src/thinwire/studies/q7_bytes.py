@@ -7,7 +7,7 @@ read from the rows of q4 and q5.
 import random
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -98,10 +98,6 @@ def _newest(results: Path, study: Study, contenders: Sequence[Contender]) -> dic
     return {}
 
 
-def _first(found: Iterable[dict[str, Outcome]]) -> dict[str, Outcome]:
-    return next((one for one in found if one), {})
-
-
 @dataclass(frozen=True)
 class Bytes:
     """Per replica and step."""
@@ -163,10 +159,12 @@ class Reading:
 
 def _read(rows: Sequence[Row], results: Path) -> Reading:
     size = _size_of(rows)
-    # The medium size has the small one's model, and better losses.
+    # The medium size has the small one's model, and better losses; those of two sizes must not be on one line.
     sizes = (FULL,) if size == FULL else (MEDIUM, SMALL)
-    why = _first(_newest(results, q4.STUDY, q4.contenders(one)) for one in sizes)
-    choice = _first(_newest(results, q5.STUDY, q5.contenders(one)) for one in sizes)
+    found = [
+        (_newest(results, q4.STUDY, q4.contenders(one)), _newest(results, q5.STUDY, q5.contenders(one))) for one in sizes
+    ]
+    why, choice = next((pair for pair in found if all(pair)), max(found, key=lambda pair: sum(map(len, pair))))
     losses = {update: q4.of_rule(why, update) for update in _RULES}
     losses[q5.RULE] = {**q5.of_usual_chunk(choice), **losses[q5.RULE]}
     shown = {update: {topk: one for topk, one in found.items() if topk in TOPKS} for update, found in losses.items()}
@@ -222,6 +220,9 @@ def _words(reading: Reading) -> str:
         times = ", ".join(f"{_milli(reading.adamw_linked(link))} ms over {name}" for name, link in _LINKS.items())
         alone = f"AdamW with gradients in bfloat16: {_milli(reading.adamw_local)} ms alone"
         parts.append(f"{alone}, {times}; its exchange hides behind nothing either.")
+    if reading.adamw is not None:
+        steps = reading.adamw.rows[0]["trial"]["settings"]["steps"]
+        parts.append(f"Losses are those of q4 and q5, after {steps} steps.")
     if not reading.losses:
         parts.append("There are no losses of q4 and q5 for this size of model yet.")
     return " ".join(parts)

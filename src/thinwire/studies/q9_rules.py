@@ -8,7 +8,7 @@ from thinwire.studies.figure import Drawing, Page, dot, line, names_below, room_
 from thinwire.studies.settings import DENSE_RATES, text_trial
 from thinwire.studies.study import FULL, MEDIUM, SIZES, SMALL, Claim, Finding, Study, table
 from thinwire.studies.trials import Row, Trial
-from thinwire.studies.tuning import SEEDS, Contender, Outcome, due, is_below, outcomes
+from thinwire.studies.tuning import SEEDS, Contender, Outcome, due, is_below, outcomes, seeds_for
 
 _TOPK = 64
 _DECAYS = (0.95, 0.99)
@@ -38,13 +38,13 @@ def _dense(size: str) -> list[Contender]:
 
 
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
-    """First the learning rates for both decays, then other seeds for the better one."""
-    first = [one for rule in _RATES[size] for one in _contenders_of(rule, size)]
-    search = due([*first, *_dense(size)], rows, size, SEEDS[:1])
-    if search or size == SMALL:
-        return search
-    best = [better for rule in _RATES[size] if (better := _better(rule, size, rows)) is not None]
-    return due([*best, *_dense(size)], rows, size)
+    """Of every rule first the learning rates for both decays, then other seeds for the better one."""
+    found = due(_dense(size), rows, size, seeds_for(size))
+    for rule in _RATES[size]:
+        search = due(_contenders_of(rule, size), rows, size, SEEDS[:1])
+        best = None if search or size == SMALL else _better(rule, size, rows)
+        found += search if best is None else due([best], rows, size)
+    return found
 
 
 def _better(rule: str, size: str, rows: Sequence[Row]) -> Contender | None:
@@ -92,7 +92,7 @@ def _claims(found: dict[str, Outcome]) -> list[Claim]:
     if {"sgd rule", "sign rule"} <= found.keys():
         plain, sign = found["sgd rule"], found["sign rule"]
         text = f"without the sign it works as well: loss {plain.mean:.3f} with plain sgd, {sign.mean:.3f} with the sign"
-        claims.append(Claim(text, min(plain.losses) <= max(sign.losses)))
+        claims.append(Claim(text, not is_below(sign, plain)))
     rules = {name: one for name, one in found.items() if name.endswith(" rule")}
     if "muon rule" in rules and len(rules) > 1:
         rest = {name: one for name, one in rules.items() if name != "muon rule"}

@@ -12,7 +12,7 @@ from thinwire.pages.markdown import inline, markdown
 from thinwire.pages.page import document, figures, folded, section
 from thinwire.studies.charts import charts_of
 from thinwire.studies.figure import Drawing
-from thinwire.studies.results import best_folder, folders_of, is_medium, rank, write_summary
+from thinwire.studies.results import best_folder, folders_of, rank, size_in, write_summary
 from thinwire.studies.study import FULL, MEDIUM, SMALL, Claim, Finding, Study
 from thinwire.studies.trials import Rows
 
@@ -27,15 +27,15 @@ MADE_BY = {
 # What a reader should know of rows that are not of the full size.
 CAUTIONS = {
     SMALL: "These rows are of the small size: they show that the study runs, and are no evidence.",
-    MEDIUM: "These rows are of the medium size: tuned and repeated, but of a very small model, trained for 200 steps.",
+    MEDIUM: "These rows are of the medium size: three seeds, but a very small model and few steps.",
 }
 _TITLE = "Results"
 _INTRODUCTION = (
     "What readers of the DeMo paper asked, and what stored rows say. `thinwire study report` writes this page from the rows "
     "under `results/`, answers and claims included; a claim that does not hold stays. A study of the small size trains a "
     "model of 0.2 M parameters for 120 steps: it shows that the study runs, and its losses are no evidence. The medium size "
-    "trains the same model for 200 steps, with learning rates tuned alike for all and three seeds: evidence, but of small "
-    "models only."
+    "trains the same model for 200 steps with three seeds, and with learning rates tuned alike wherever methods are "
+    "compared: evidence, but of very small models."
 )
 
 
@@ -96,26 +96,24 @@ def chosen_folder(study: Study, results: Path, findings: dict[Path, Finding]) ->
 
 
 def size_of(study: Study, folder: Path) -> str | None:
-    """Of a study's own rows, if there are any: small where none is a training of the full size alone."""
-    rows = Rows(folder).rows if study.has_trials else []
-    if not rows or is_medium(folder):
-        return MEDIUM if rows else None
-    small, full = ({trial.key for known in ([], rows) for trial in study.plan(size, known)} for size in (SMALL, FULL))
-    return FULL if any(json.dumps(row["trial"], sort_keys=True) in full - small for row in rows) else SMALL
+    """Of a study's own rows, if there are any."""
+    return size_in(folder) if study.has_trials and Rows(folder).rows else None
 
 
 def origins(study: Study, folder: Path, results: Path, size: str | None) -> list[Origin]:
     """Of a study's own rows, and of those that it reads."""
     found = []
     if study.has_trials:
-        device = "" if size in CAUTIONS else " --device cuda"
-        command = f"thinwire study run {study.name} --size {size or FULL}{device}"
-        found.append(Origin(command, folder, _facts(folder)))
+        found.append(Origin(_command(study.name, size or SMALL), folder, _facts(folder)))
     for name in study.sources:
         source = best_folder(results, name)
-        command = MADE_BY.get(name, f"thinwire study run {name}")
+        command = MADE_BY.get(name) or _command(name, SMALL if source is None else size_in(source))
         found.append(Origin(command, source, "no rows" if source is None else _facts(source)))
     return found or [Origin(f"thinwire study report {study.name}", None, "computed, without rows")]
+
+
+def _command(study: str, size: str) -> str:
+    return f"thinwire study run {study} --size {size}{' --device cuda' if size == FULL else ''}"
 
 
 def _facts(folder: Path) -> str:
@@ -156,9 +154,9 @@ def _anchor(study: Study) -> str:
 
 
 def _standing(one: Answer) -> str:
-    """How large the study was; the small size says nothing more."""
+    """How large the study was; of the small size there is no more to say."""
     facts = one.origins[0].facts
-    return "small size" if one.size == SMALL else f"medium size, {facts}" if one.size == MEDIUM else facts
+    return {SMALL: "small size", MEDIUM: f"medium size, {facts}"}.get(one.size or FULL, facts)
 
 
 def _cautions(one: Answer) -> list[str]:

@@ -1,5 +1,5 @@
-"""Where the rows of studies lie, and what is written beside them: results/STUDY/DATE_HARDWARE, or
-results/STUDY/DATE_HARDWARE_medium, so that rows of two sizes are not mixed."""
+"""Where the rows of studies lie, and what is written beside them: results/STUDY/DATE_HARDWARE, with the
+size after it unless it is small on a CPU or full on a GPU, so that rows of two sizes are never mixed."""
 
 import re
 from datetime import UTC, datetime
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from thinwire.studies.study import MEDIUM, SIZES, SMALL, Finding, Study
+from thinwire.studies.study import FULL, SIZES, SMALL, Finding, Study
 from thinwire.studies.trials import Book, Row, Rows
 
 if TYPE_CHECKING:
@@ -26,20 +26,27 @@ def hardware_of(device: torch.device) -> str:
 
 
 def folder_for(root: Path, study: str, device: torch.device, size: str = SMALL, anew: bool = False) -> Path:
-    """The newest folder of a study on this hardware, to go on in, or one of today's date."""
-    kind = hardware_of(device) + (f"_{MEDIUM}" if size == MEDIUM else "")
+    """The newest folder of a study on this hardware and of this size, to go on in, or one of today's date."""
+    hardware = hardware_of(device)
+    kind = hardware if size == _usual_size(hardware) else f"{hardware}_{size}"
     known = [] if anew else sorted((root / study).glob(f"*_{kind}"))
     return known[-1] if known else root / study / f"{datetime.now(UTC):%Y-%m-%d}_{kind}"
 
 
-def is_medium(folder: Path) -> bool:
-    """Whether its rows are of the medium size."""
-    return folder.name.endswith(f"_{MEDIUM}")
+def _usual_size(hardware: str) -> str:
+    """That which folders are not named after."""
+    return SMALL if hardware == "cpu" else FULL
 
 
-def rank(folder: Path) -> tuple[bool, bool, str]:
-    """Higher for what a report would rather read: rows of a GPU, of the medium size, newer ones."""
-    return "_cpu" not in folder.name, is_medium(folder), folder.name
+def size_in(folder: Path) -> str:
+    """Of the rows of a study in a folder."""
+    last = folder.name.rsplit("_", 1)[-1]
+    return last if last in SIZES else _usual_size(last)
+
+
+def rank(folder: Path) -> tuple[int, bool, str]:
+    """Higher for what a report would rather read: a larger size, rows of a GPU, newer ones."""
+    return SIZES.index(size_in(folder)), "_cpu" not in folder.name, folder.name
 
 
 def best_folder(root: Path, study: str) -> Path | None:
@@ -56,7 +63,7 @@ def stored(results: Path, name: str) -> list[Row]:
 
 def book_of(study: Study, size: str, folder: Path) -> Book:
     """What is there of a study in a folder, and what is due."""
-    assert size in SIZES
+    assert size in study.sizes
     return Book(study.name, Rows(folder), partial(study.plan, size))
 
 

@@ -29,6 +29,7 @@ from thinwire.training.errors import TrainingError
 from thinwire.training.job import Data, load_data
 from thinwire.training.models import num_parameters
 from thinwire.training.recipes import build
+from thinwire.training.wording import count
 
 Row = dict[str, Any]
 
@@ -212,24 +213,30 @@ class Book:
         return self._planned[1]
 
 
+Failure = tuple[str, Trial, Exception]
+"""The study, the training that could not be run, and why."""
+
+
 def run_all(
     books: Sequence[Book], device: torch.device, at_once: int = 1, deadline: float = math.inf
 ) -> Iterator[tuple[Book, Row]]:
     """Run what is due, in the order of the books, and yield rows as they come; ``at_once`` in processes of their own. After
     the ``deadline`` (of `time.monotonic`) none is begun. What several books want is trained once. A training that cannot be
     run keeps no other from it; its error is raised in the end."""
-    failures: dict[str, Exception] = {}
+    failures: dict[str, Failure] = {}
     yield from (
         _one_by_one(books, device, deadline, failures)
         if at_once == 1
         else _at_once(books, device, at_once, deadline, failures)
     )
-    for failure in failures.values():
-        raise failure
+    if failures:
+        name, trial, first = next(iter(failures.values()))
+        what = f"{name}, optimizer={trial.optimizer}, {trial.replicas} replicas, {trial.settings}"
+        raise TrainingError(f"{count(len(failures), 'training')} could not be run, the first one {what}: {first}") from first
 
 
 def _one_by_one(
-    books: Sequence[Book], device: torch.device, deadline: float, failures: dict[str, Exception]
+    books: Sequence[Book], device: torch.device, deadline: float, failures: dict[str, Failure]
 ) -> Iterator[tuple[Book, Row]]:
     for book in books:
         while due := [trial for trial in book.due if _key_of(trial) not in failures]:
@@ -239,23 +246,23 @@ def _one_by_one(
             try:
                 row = due[0].run(device) if row is None else row
             except Exception as failure:
-                failures[_key_of(due[0])] = failure
+                failures[_key_of(due[0])] = (book.name, due[0], failure)
                 continue
             book.rows.add(row)
             yield book, row
 
 
 def _at_once(
-    books: Sequence[Book], device: torch.device, at_once: int, deadline: float, failures: dict[str, Exception]
+    books: Sequence[Book], device: torch.device, at_once: int, deadline: float, failures: dict[str, Failure]
 ) -> Iterator[tuple[Book, Row]]:
-    running: dict[Future[Row], tuple[Book, str]] = {}
+    running: dict[Future[Row], tuple[Book, Trial]] = {}
 
     def finished() -> Iterator[tuple[Book, Row]]:
         for one in wait(running, return_when=FIRST_COMPLETED).done:
-            book, key = running.pop(one)
+            book, trial = running.pop(one)
             failure = one.exception()
             if isinstance(failure, Exception):
-                failures[key] = failure
+                failures[_key_of(trial)] = (book.name, trial, failure)
                 continue
             book.rows.add(one.result())
             yield book, one.result()
@@ -264,11 +271,11 @@ def _at_once(
         try:
             while True:
                 yield from _shared_rows(books)
-                known = {*failures, *(key for _, key in running.values())}
+                known = {*failures, *(_key_of(trial) for _, trial in running.values())}
                 waiting = ((book, one) for book in books for one in book.due if _key_of(one) not in known)
                 while len(running) < at_once and time.monotonic() < deadline and (found := next(waiting, None)) is not None:
                     book, trial = found
-                    running[pool.submit(_run_in_worker, trial, str(device))] = (book, _key_of(trial))
+                    running[pool.submit(_run_in_worker, trial, str(device))] = (book, trial)
                     known.add(_key_of(trial))
                 if not running:
                     return

@@ -44,6 +44,8 @@ class Outcome:
     losses: list[float]
     rows: list[Row]
     tries: int
+    num_failed: int = 0
+    """Seeds whose training ended in no number."""
 
     @property
     def mean(self) -> float:
@@ -58,14 +60,15 @@ class Outcome:
     @property
     def words(self) -> str:
         """Mean and range."""
+        failed = f"; {self.num_failed} failed" if self.num_failed else ""
         if len(self.losses) == 1:
-            return f"{self.mean:.3f}"
-        return f"{self.mean:.3f} ({min(self.losses):.3f} to {max(self.losses):.3f})"
+            return f"{self.mean:.3f}{failed}"
+        return f"{self.mean:.3f} ({min(self.losses):.3f} to {max(self.losses):.3f}{failed})"
 
 
 def is_below(one: Outcome, other: Outcome) -> bool:
-    """Whether every seed of the one ends below every seed of the other."""
-    return max(one.losses) < min(other.losses)
+    """Whether every seed of the one ends below every seed of the other; one that has failed does not."""
+    return not one.num_failed and max(one.losses) < min(other.losses)
 
 
 def due(contenders: Sequence[Contender], rows: Sequence[Row], size: str, seeds: Sequence[int] = SEEDS) -> list[Trial]:
@@ -99,9 +102,11 @@ def outcome(contender: Contender, rows: Sequence[Row]) -> Outcome | None:
         return None
     known = _tried(contender, rows, min(seeds))
     best = min(known, key=lambda rate: known[rate])
-    mine = [row for row in _own(contender, rows) if row["trial"]["settings"]["lr"] == best and row["loss"] is not None]
+    tried = [row for row in _own(contender, rows) if row["trial"]["settings"]["lr"] == best]
+    mine = [row for row in tried if row["loss"] is not None]
     mine.sort(key=lambda row: row["trial"]["settings"].get("seed", 0))
-    return Outcome(best, [row["loss"] for row in mine], mine, len(known)) if mine else None
+    losses = [row["loss"] for row in mine]
+    return Outcome(best, losses, mine, len(known), len(tried) - len(mine)) if mine else None
 
 
 def _own(contender: Contender, rows: Sequence[Row]) -> list[Row]:

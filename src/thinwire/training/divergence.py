@@ -12,7 +12,7 @@ from thinwire.training.checkpoints import available_steps, checkpoint_name
 from thinwire.training.errors import DivergedError
 
 ADVICE = "try a smaller --lr or a longer warm-up"
-"""How the error of a training that has diverged ends, whatever it was noticed by."""
+"""What the error of a training that has diverged has in it, whether losses or parameters showed it."""
 
 
 def check_loss(what: str, loss: float) -> None:

@@ -156,6 +156,9 @@ def workload_of(
         if config.optimizer in PEERS:
             exchange = rehearse(config, model, mesh.replicate)[0]
             return replace(dense, method=config.optimizer, exchange=exchange, hidden_seconds=0.0)
+        if config.optimizer == "muon":
+            hidden = costs.rule_seconds("muon", [parameter.shape for _, parameter in split_for_muon(model)[0]], config.chunk)
+            return replace(dense, optimizer_seconds=dense.optimizer_seconds + hidden)
         return dense
     optimizer = Decoupled(config, model, model, SoloTransport()).optimizer
     plan = optimizer.plan

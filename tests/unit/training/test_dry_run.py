@@ -91,6 +91,11 @@ def test_the_muon_rule_takes_its_time_where_it_is_used() -> None:
     assert seconds["sign"] < seconds["hidden"] < seconds["muon"]
     whole = DEVICES["cpu"].rule_seconds("muon", [spec.shape for spec in specs_of(model)], 64)
     assert seconds["muon"] == pytest.approx(seconds["sign"] + whole, rel=0.01)
+    dense = {
+        name: workload_of(build("quickstart", name).optim, model, MeshShape(2), 0.1, torch.device("cpu")).optimizer_seconds
+        for name in ("adamw", "muon")
+    }
+    assert dense["muon"] - dense["adamw"] == pytest.approx(seconds["hidden"] - seconds["sign"], rel=0.01)
 
 
 def test_owners_hold_and_receive_what_they_would() -> None:
