@@ -8,7 +8,7 @@ RUNS := $(VENV)/.runs
 # bfloat16 matrix products stop with SIGILL on some CPUs unless oneDNN is kept from their newest instructions.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: help quickstart test test-gpu lint format docs docs-serve bench studies-small wire clean
+.PHONY: help quickstart test test-gpu lint format docs docs-serve bench studies-small studies-medium wire clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -62,6 +62,9 @@ bench: $(STAMP)  ## CPU step time and memory beside pytorch-optimizer's DeMo; ro
 
 studies-small: $(STAMP)  ## run all studies in their small size, some 20 minutes on two cores; rows under results/
 	$(BIN)/thinwire study run all --size small --at-once 2
+
+studies-medium: $(STAMP)  ## the same with tuned learning rates and three seeds, some three hours on two cores
+	$(BIN)/thinwire study run all --size medium --at-once 2
 
 wire: $(STAMP)  ## bits per coefficient on the wire
 	$(BIN)/python -m thinwire.wire

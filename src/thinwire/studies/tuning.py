@@ -53,11 +53,6 @@ class Outcome:
         return statistics.mean(self.losses)
 
     @property
-    def spread(self) -> float:
-        """From the lowest to the highest."""
-        return max(self.losses) - min(self.losses)
-
-    @property
     def words(self) -> str:
         """Mean and range."""
         failed = f"; {self.num_failed} failed" if self.num_failed else ""
