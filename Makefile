@@ -11,7 +11,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 .PHONY: help quickstart test test-gpu lint format docs docs-serve bench studies-small studies-medium wire clean
 
 help:  ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
 
 $(STAMP): EXTRA := dev
 $(RUNS): EXTRA := train
