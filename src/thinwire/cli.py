@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
         return 141
     except ModuleNotFoundError as error:
         extra = "elastic" if (error.name or "").startswith("torchft") else "train"
-        print(f"thinwire: the commands need more packages ({error}): pip install -e '.[{extra}]' in a clone", file=sys.stderr)
+        print(f"thinwire: more packages are needed ({error}): pip install -e '.[{extra}]' in a clone", file=sys.stderr)
         return 1
     except Exception as error:  # the one place where every error ends
         return _report(error, "--debug" in arguments)
