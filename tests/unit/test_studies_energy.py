@@ -6,10 +6,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
+from thinwire.core import transform
+from thinwire.core.layout import plan_layout
 from thinwire.core.reference import strongest, to_chunks
+from thinwire.core.scratch import Scratch
 from thinwire.studies import toy
-from thinwire.studies.bases import BASES, FIXED, fitted, hadamard, share_in_noise, share_of_strongest, shares_by_basis
+from thinwire.studies.bases import (
+    BASES,
+    FIXED,
+    fitted,
+    hadamard,
+    in_place_of_the_dct,
+    share_in_noise,
+    share_of_strongest,
+    shares_by_basis,
+)
 from thinwire.studies.chunks import KINDS, Sample, kind_of, take_samples, to_coefficients, to_elements
 from thinwire.studies.q1_energy import COUNTS, GATHERED, SELECTED, EnergyProbe, EnergyTrial
 from thinwire.studies.simulation import VirtualReplicas
@@ -171,3 +184,17 @@ def test_the_toy_has_fast_and_slow_components() -> None:
     assert math.isclose(course.shares[-1], 1.0)
     assert course.steps_to(2.0, of_fast=True) == 1
     assert course.steps_to(-1.0, of_fast=False) is None
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_another_basis_takes_the_place_of_the_dct_for_a_while(name: str) -> None:
+    layout, gradient, scratch = plan_layout((64, 128), 64), noise(1, 64, 128).float(), Scratch()
+    basis, before = FIXED[name](64).float(), transform.dct_basis
+    with in_place_of_the_dct(name):
+        coefficients = transform.forward(gradient, layout, scratch).clone()
+        back = transform.inverse_(coefficients.reshape(2, -1).clone(), layout, scratch).clone()
+    for place in range(2):
+        chunk = gradient[0, :, 64 * place : 64 * (place + 1)]
+        assert_close(coefficients[0, place], basis @ chunk @ basis.T)
+        assert_close(back[place], chunk)
+    assert transform.dct_basis is before

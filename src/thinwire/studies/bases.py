@@ -1,10 +1,14 @@
 """Orthonormal bases for chunks, and how much of a chunk's energy a few of its coefficients hold in each."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from thinwire.core import transform
 from thinwire.core.transform import dct_basis
 
 _CPU = torch.device("cpu")
@@ -39,6 +43,18 @@ def random_orthogonal(size: int) -> Tensor:
 
 
 FIXED = {"DCT": dct, "identity": identity, "Hadamard": hadamard, "random": random_orthogonal}
+
+
+@contextmanager
+def in_place_of_the_dct(name: str) -> Iterator[None]:
+    """Let the torch backend transform chunks to another basis of `FIXED`, unless it decodes in whole numbers."""
+
+    @cache
+    def basis_of(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return FIXED[name](size).to(dtype=dtype, device=device)
+
+    with patch.object(transform, "dct_basis", basis_of):
+        yield
 
 
 def fitted(chunks_NRC: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,12 +22,12 @@ from thinwire.studies.tuning import seeds_for
 _WORDS = {"embedding": ("embed", "wte", "lm_head"), "attention": ("attn",), "mlp": ("mlp",)}
 KINDS = tuple(_WORDS)
 # All edges are powers of two, which not every basis can do without, and all chunks are 64 x 64.
-_SMALL_SHAPE = {"width": 128, "mlp_width": 256}
+POWERS_OF_TWO = {"width": 128, "mlp_width": 256}
 
 
 def watched_trials(kind: type[Trial], size: str) -> list[Trial]:
     """Trainings to look into, at the usual learning rates: what is compared is in the same training."""
-    shape, trials = {} if size == FULL else _SMALL_SHAPE, list[Trial]()
+    shape, trials = {} if size == FULL else POWERS_OF_TWO, list[Trial]()
     for (update, start), seed in product(DEMO_RULES[size].items(), seeds_for(size)):
         settings = {**shape, **start.settings, "update": update, "lr": start.rate, "seed": seed}
         trials.append(kind(**vars(text_trial(size, settings=settings))))

@@ -1,6 +1,7 @@
 """All studies, in the order of their numbers; those that no reviewer asked for come last."""
 
 from thinwire.studies import (
+    basis,
     faults,
     frontier,
     owners,
@@ -47,6 +48,7 @@ _MODULES = (
     q17_values,
     q18_reproduce,
     q19_figures,
+    basis,
     owners,
     faults,
     recipe,
