@@ -41,12 +41,12 @@ def deal(bucket: Sequence[Rows], loads: Sequence[int]) -> list[tuple[int, ...]]:
     ends = [sum(wanted[: rank + 1]) for rank in range(num_ranks)]
     dealt, seen = [], 0
     for rows in bucket:
-        edges = [0]
+        edges, together = [0], min(rows.together, rows.number)
         for end in ends[:-1]:
             # To the nearest cut; all in integers, since the ranks must not differ by a rounding.
-            place, unit = total * end - seen * ends[-1], rows.together * rows.elements * ends[-1]
+            place, unit = total * end - seen * ends[-1], together * rows.elements * ends[-1]
             cuts = (2 * place + unit) // (2 * unit) if unit else 0
-            edges.append(min(max(0, cuts * rows.together), rows.number))
+            edges.append(min(max(0, cuts * together), rows.number))
         dealt.append((*edges, rows.number))
         seen += rows.number * rows.elements
     return dealt

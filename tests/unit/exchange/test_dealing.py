@@ -2,7 +2,7 @@ import math
 from itertools import pairwise
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from thinwire.core.layout import LAYOUTS, Part, plan_layout
@@ -55,6 +55,7 @@ def test_shares_cover_every_tensor_once_and_keep_its_chunks(
     ),
     num_ranks=st.integers(1, 6),
 )
+@example(bucket=[*[Rows(1, 1, 1)] * 4, Rows(1, 1, 3), *[Rows(1, 1, 1)] * 2], num_ranks=4)  # fewer rows than stay together
 def test_no_rank_has_much_more_than_another(bucket: list[Rows], num_ranks: int) -> None:
     total = sum(rows.number * rows.elements for rows in bucket)
     largest = max(min(rows.together, rows.number) * rows.elements for rows in bucket)
