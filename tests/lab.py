@@ -16,17 +16,17 @@ _OWNERS = """
 import os, signal, sys, time
 from thinwire.lab.network import Network
 from thinwire.planner.link_spec import parse_link
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background would ignore it
 for line in sys.stdin:
     pid = os.fork()
     if pid:
+        print(pid, flush=True)
         os.waitpid(pid, 0)
         print("ended", flush=True)
         continue
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     try:
-        os.setsid()
-        # Only now: Python drops a Ctrl-C that comes while a child begins.
-        print(os.getpid(), flush=True)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         with Network([parse_link(line)] * 2) as network:
             for host in range(2):
                 network.start(host, ["sh", "-c", "setsid sleep 1000 & sleep 1000"])
