@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _LAB: dict[str, Any] = {"steps": 400, "eval_every": 100, "eval_examples": 256}
 _TOPK = {SMALL: (16, 64), MEDIUM: (4, 16, 64, 256), FULL: (4, 16, 64, 256)}
 _CODECS = {SMALL: (), MEDIUM: ("int4", "float32"), FULL: ("int4", "float32")}
-# Every peer that is no other one's variant, as in the lab, but that 200 steps are a whole number of rounds, and 1-bit Adam
+# The peers as in the lab, variants left out, but that 200 steps are a whole number of rounds, and 1-bit Adam
 # has time to learn its variances; and the learning rate that a search begins with. The full size reads the lab's rows.
 _PEERS: dict[str, tuple[float, dict[str, Any]]] = {
     "published-code": (4e-3, {}),
