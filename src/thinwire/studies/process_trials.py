@@ -28,8 +28,9 @@ class ProcessTrial(Trial):
     def run(self, device: torch.device) -> Row:
         """See `Trial`."""
         config = self.config
-        if replace(self, recipe="", replicas=1, optimizer="demo", settings={}) != type(self)("", 1):
-            raise TrainingError("absent, lost, kept, apart, later_topk and returned are the simulator's, not of processes")
+        beside_the_run = replace(self, recipe="", replicas=1, optimizer="demo", settings={})
+        if beside_the_run != type(self)("", 1):
+            raise TrainingError("absent, lost, kept, apart, later_topk and returned are for the simulator: real processes know nothing of them")
         run = replace(config.run, tensorboard=False, sample_tokens=0, checkpoint_every=0)
         with TemporaryDirectory() as name:
             folder = Path(name)
