@@ -30,7 +30,9 @@ class ProcessTrial(Trial):
         config = self.config
         beside_the_run = replace(self, recipe="", replicas=1, optimizer="demo", settings={})
         if beside_the_run != type(self)("", 1):
-            raise TrainingError("absent, lost, kept, apart, later_topk and returned are for the simulator: real processes know nothing of them")
+            raise TrainingError(
+                "absent, lost, kept, apart, later_topk and returned are for the simulator, not for processes"
+            )
         run = replace(config.run, tensorboard=False, sample_tokens=0, checkpoint_every=0)
         with TemporaryDirectory() as name:
             folder = Path(name)
