@@ -18,6 +18,14 @@ settings.load_profile("thinwire")
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that want a GPU are skipped where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu") is not None:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     """A run in this process may have set more, which wait for each other for long where tests share the cores."""
@@ -27,6 +35,4 @@ def one_thread() -> None:
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Every device there is: the CPU always, a GPU with ``make test-gpu``."""
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     return torch.device(request.param)

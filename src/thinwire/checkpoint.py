@@ -65,7 +65,7 @@ def load(optimizer: "DeMo", state_dict: dict[str, Any], residual: str) -> None:
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
     optimizer._num_skipped_steps = int(state_dict[KEY]["num_skipped_steps"])
-    optimizer._company.received = ""
+    optimizer._company.received, optimizer._company.is_torn = "", False
 
 
 def check(optimizer: "DeMo", state_dict: dict[str, Any], residual: str) -> list[tuple[Tensor, Tensor | None]]:
@@ -136,6 +136,8 @@ def _check_state(
     rules = [group["update"] for group in optimizer.param_groups for _ in group["params"]]
     wanted: list[tuple[Tensor, Tensor | None]] = []
     for index, (parameter, rule) in enumerate(zip(parameters, rules, strict=True)):
+        if _was_never_trained(parameter, index, saved_state):
+            continue
         for name in ("momentum", *UPDATE_RULES[rule].state_names) if parameter in optimizer.state else ():
             mine = optimizer.state[parameter].get(name)
             if mine is None:  # frozen since before its group had this rule
@@ -158,6 +160,11 @@ def _check_state(
     return wanted
 
 
+def _was_never_trained(parameter: Tensor, index: int, saved_state: dict[int, dict[str, Any]]) -> bool:
+    """Frozen now, and without a state in the checkpoint: it was unfrozen after that, and frozen again."""
+    return not parameter.requires_grad and index not in saved_state
+
+
 def _owner_residual(mine: dict[str, Any], theirs: dict[str, Any], residual: str) -> tuple[Tensor, Tensor | None]:
     """It belongs to chunks, not to a replica: it is taken where these are the same, and else begins at 0."""
     saved = theirs.get(RESIDUAL)
@@ -169,6 +176,8 @@ def _keep_for_later(optimizer: "DeMo", saved_state: dict[int, dict[str, Any]], r
     """Parameters that are frozen now may have been trained before, and may be again: their state waits for that."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
+        if _was_never_trained(parameter, index, saved_state):
+            optimizer.state.pop(parameter, None)
         if parameter not in optimizer.state and residual != "zero" and index in saved_state:
             tensors = saved_state[index].items()
             optimizer.state[parameter] = {name: t.to(parameter.device, copy=True) for name, t in tensors}

@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
@@ -29,7 +30,8 @@ _log = logging.getLogger("thinwire")
 
 class Company:
     """``process_group`` or ``transport`` leads to the others; with neither, the default group does, if there is one.
-    ``secret`` is the key that all have. ``islands`` says which ranks are one replica together."""
+    ``secret`` is the key that all have. ``islands`` says which ranks are one replica together. ``keeps_apart``: exchanges
+    must not meet those that the caller makes over the default group."""
 
     def __init__(
         self,
@@ -38,9 +40,14 @@ class Company:
         timeout_seconds: float,
         secret: bytes | None,
         islands: object = None,
+        keeps_apart: bool = False,
     ) -> None:
         self._timeout_seconds = check_float("timeout_seconds", timeout_seconds, 1e-3)
         self.traffic = Traffic()
+        self.is_torn = False
+        """Whether an error has ended an update halfway."""
+        if keeps_apart and islands is None and transport is None and process_group is None and is_distributed():
+            process_group = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
         ways = divide(islands, transport, process_group, timeout_seconds, secret, self.traffic.setup)
         self.transport, self.inside = ways
         # Ranks with islands compare those first: who has none must say so in the same place.
@@ -55,6 +62,21 @@ class Company:
         self.has_compared = False
         self._agreed_plan: ExchangePlan
         self._agreed_route: Route
+
+    @contextmanager
+    def torn_on_error(self) -> Iterator[None]:
+        """What fails inside leaves parameters of which some have taken the step and others not."""
+        self.is_torn = True
+        yield
+        self.is_torn = False
+
+    def check_whole(self) -> None:
+        """Raise where such parameters would be trained or saved."""
+        if self.is_torn:
+            raise ThinwireError(
+                "an error has ended the last step halfway, so that some parameters have taken it and others not; load a "
+                "checkpoint of model and optimizer, and go on from there"
+            )
 
     @property
     def is_alone(self) -> bool:

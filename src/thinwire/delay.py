@@ -73,6 +73,16 @@ class Delay:
             finish(before)
         return True
 
+    def drain_(self, finish: Callable[[Attempt], None]) -> None:
+        """Finish what is under way; the parameters are the true ones afterwards, also where that fails."""
+        self.settle(finish)
+        attempt, self.under_way = self.under_way, None
+        try:
+            if attempt is not None:
+                finish(attempt)
+        finally:
+            self.come_back_()
+
     @property
     def is_unsettled(self) -> bool:
         """Whether this replica has given up the newest attempt, and the others do not know it yet."""

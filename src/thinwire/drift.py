@@ -75,7 +75,7 @@ class DriftCheck:
         island: Island,
         policy: str,
     ) -> bool:
-        hashes = [hash_of(tensor) for _, tensor in named] or [torch.zeros(2, dtype=torch.int64)]
+        hashes = [hash_of(tensor) for _, tensor in named] or [torch.zeros(2, dtype=torch.int64, device="cpu")]
         hashes_T2 = torch.stack([found.to(hashes[0].device) for found in hashes]).cpu()
         message = hash_of(hashes_T2).view(torch.uint8)
         everyone = all_gather(message, f"drift check after step {num_steps}").cpu()

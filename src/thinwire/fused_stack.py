@@ -45,7 +45,7 @@ class FusedStack:
     def __init__(self, stack: Stack, tensors: Sequence[LocalTensor], scratch: Scratch, verdict: Tensor) -> None:
         self._stack, self._tensors, self._scratch, self._verdict = stack, tensors, scratch, verdict
         has_unit = stack.codec.value_codec.unit is not None
-        self._units_C = torch.zeros(stack.num_chunks if has_unit else 0, device=verdict.device)
+        self._units_C = torch.zeros(stack.num_chunks if has_unit else 0, dtype=torch.float32, device=verdict.device)
         self._hints_C = torch.zeros(stack.num_chunks, dtype=torch.int32, device=verdict.device)
         self._encoded: list[ChunkTable] = []
         """The tables that are in the payload: what `undo_` must take back, from the gradients that are held for it."""
@@ -239,8 +239,8 @@ class _Tables:
         if key not in self._rows_of_chunks:
             if len(self._rows_of_chunks) >= _MOST_MAPS:  # other tensors have gradients at every step
                 self._rows_of_chunks.clear()
-            counts = torch.tensor([entry.layout.num_chunks for entry in entries])
-            rows = torch.repeat_interleave(torch.arange(len(entries), dtype=torch.int32), counts)
+            counts = torch.tensor([entry.layout.num_chunks for entry in entries], device="cpu")
+            rows = torch.repeat_interleave(torch.arange(len(entries), dtype=torch.int32, device="cpu"), counts)
             on_device = rows.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else rows
             self._rows_of_chunks[key] = on_device
         return self._rows_of_chunks[key]

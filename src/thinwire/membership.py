@@ -184,7 +184,7 @@ class Membership:
         transport, description = self._transport, [*optimizer._description(is_of_step=False), *self._copied_lines(optimizer)]
         all_gather = metered(transport, optimizer.traffic.setup)
         num_steps = max(int(group["num_steps"]) for group in optimizer.param_groups)
-        flags = (self.is_newcomer, self._is_torn, self._applied is not None)
+        flags = (self.is_newcomer, self._is_torn or optimizer._company.is_torn, self._applied is not None)
         received = digest_of([optimizer._company.received])
         mine = Standing(*flags, self._meeting, num_steps, self._attempted, digest_of(description), received)
         standings = [Standing.unpack(row, number) for number, row in enumerate(all_gather(mine.pack(), "standings"))]
@@ -270,7 +270,7 @@ class Membership:
         """Parameters, the state of their rules, counts, and what is carried along. No residual momentum: it is each
         replica's own, and a newcomer has none."""
         own = self._transport.replica
-        counts = torch.tensor([int(group["num_steps"]) for group in optimizer.param_groups])
+        counts = torch.tensor([int(group["num_steps"]) for group in optimizer.param_groups], device="cpu")
         self._is_torn = own in copiers
         for number, (_, tensor) in enumerate([*self._copied(optimizer), ("counts", counts)]):
             self._transport.copy_(tensor, f"copy of replica {source}'s state, tensor {number}", source, copiers)
@@ -279,7 +279,7 @@ class Membership:
         for group, count in zip(optimizer.param_groups, counts.tolist(), strict=True):
             group["num_steps"] = count
         self.num_copies += 1
-        self._is_torn, self._applied = False, None
+        self._is_torn, self._applied, optimizer._company.is_torn = False, None, False
         if self.is_newcomer and not keeps_residual:
             optimizer._local.clear_residual_()
 

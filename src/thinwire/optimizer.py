@@ -1,6 +1,6 @@
 """DeMo as a `torch.optim.Optimizer`: `DeMo.step` reads as the algorithm does."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 from weakref import WeakMethod
@@ -62,7 +62,7 @@ class DeMo(Optimizer):
         check_drift_every: steps between checks that all replicas hold the same parameters; 0: none.
         on_drift: ``raise`` if they do not, ``warn``, or ``repair`` by copying what most of them hold.
         exchange: ``all_gather`` brings everyone's payload to everyone; with ``owner`` each replica combines a part of the
-            chunks for all, and what is received does not grow with their number; ``hierarchical`` is an all-gather between
+            chunks for all, and what is received hardly grows with their number; ``hierarchical`` is an all-gather between
             ``islands``, by default ``hosts``; ``auto`` is ``owner`` from 20 replicas, or islands, on.
         owner_topk: coefficients that owners keep per full chunk; eight times ``topk`` unless it is given.
         process_group: the replicas; the default group if `torch.distributed` is initialised, else one replica.
@@ -142,7 +142,7 @@ class DeMo(Optimizer):
         super().__init__(params, group_options)
         self._unsettled: Attempt | None = None
         self._num_skipped_steps, self._turn, self._timeout_seconds = 0, 0, timeout_seconds
-        self._company = Company(process_group, transport, timeout_seconds, secret, islands_for(exchange, islands))
+        self._company = Company(process_group, transport, timeout_seconds, secret, islands_for(exchange, islands), overlap)
         self._transport, self.traffic = self._company.transport, self._company.traffic
         self.refused_payloads = self._company.refused
         """How many payloads of which replica did not count."""
@@ -158,7 +158,7 @@ class DeMo(Optimizer):
 
     @classmethod
     def recommended(cls, params: Any, lr: float = options.RECOMMENDED_LR, **others: Any) -> "DeMo":
-        """The settings of the lowest losses measured: the muon rule, which wants whole matrices and costs more than others,
+        """The lowest losses for their bytes: the muon rule, which wants whole matrices and costs more time than the others,
         with 64 coefficients per chunk and a shorter memory. ``others`` are any of DeMo's options, also in place of these."""
         return cls(params, lr, **{**options.RECOMMENDED_OPTIONS, **others})
 
@@ -206,6 +206,7 @@ class DeMo(Optimizer):
         """What this replica sends each step, down to the byte."""
         return self._plan
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # lazy, unlike the public one
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, together with all replicas. A closure is called first, to recompute the local gradients."""
@@ -223,15 +224,15 @@ class DeMo(Optimizer):
             raise
         return loss
 
-    def meet(self, carried: Sequence[torch.Tensor] = (), facts: Sequence[str] = ()) -> None:
+    def meet(self, carried: Iterable[torch.Tensor] = (), facts: Iterable[str] = ()) -> None:
         """Where replicas come and go (`thinwire.parallel.elastic`): meet the others, and take over their parameters and
         step. To be called once, when model and optimizer are as this replica would start by itself; and again, without
         arguments, when an exchange of the caller's own has failed. ``carried`` are tensors that a newcomer takes over, too,
         such as buffers; ``facts`` are lines that must be the same on all replicas."""
         with suppress(ExchangeError):  # that of the last step, of which all will have to speak anyway
             self._check_idle()
-        self.membership.carried = carried or self.membership.carried
-        self.membership.facts = facts or self.membership.facts
+        self.membership.carried = list(carried) or self.membership.carried
+        self.membership.facts = list(facts) or self.membership.facts
         self.membership.meet_(self, is_broken=not self.membership.is_newcomer)
 
     def _attempt_step(self) -> None:
@@ -257,7 +258,8 @@ class DeMo(Optimizer):
         needs_host = self._delay.is_on or attempt.compares or self._route.needs_host
         if self._local.is_fused and self.island.is_one_rank and not needs_host:
             attempt.receive_()
-            attempt.finish_on_device_(self._decoding)
+            with self._company.torn_on_error():
+                attempt.finish_on_device_(self._decoding)
             self._count(1)
             self._unsettled = attempt
             if not any(device.type == "cuda" for device in self._local.verdicts):
@@ -273,7 +275,7 @@ class DeMo(Optimizer):
             self._ended(None)
             self._handle_trouble(troubled, attempt.names)
             return
-        with self._delay.at_true_parameters(self._local.tensors):
+        with self._delay.at_true_parameters(self._local.tensors), self._company.torn_on_error():
             attempt.apply_late_(self._decoding)
         self._count(1)
         self._ended(attempt)
@@ -288,11 +290,7 @@ class DeMo(Optimizer):
     def drain(self) -> None:
         """With ``delay``: wait for the exchange that is under way and apply it, so that nothing is. To be called on all
         replicas before evaluating, saving or ending; the next step sends without applying, as the first one does."""
-        self._delay.settle(self._finish)
-        attempt, self._delay.under_way = self._delay.under_way, None
-        if attempt is not None:
-            self._finish(attempt)
-        self._delay.come_back_()
+        self._delay.drain_(self._finish)
 
     def synchronize(self) -> None:
         """Wait for the last step, and raise what is wrong with it.
@@ -335,6 +333,7 @@ class DeMo(Optimizer):
     def _prepare(self) -> None:
         """All that may change what replicas have agreed on, before a step begins."""
         self.synchronize()
+        self._company.check_whole()
         self._delay.settle(self._finish)
         self.traffic.start_step()
         if self.num_replicas > 1 and self.drift.is_due(self.num_steps):
@@ -346,6 +345,8 @@ class DeMo(Optimizer):
     def check_drift(self, policy: str | None = None) -> bool:
         """Compare the parameters of all replicas; collective. Whether they are the same; if not, do as ``policy`` says,
         ``on_drift`` unless it is given."""
+        if self._overlap is not None:
+            self._overlap.check_idle()
         self._delay.come_back_()
         wires = (self._transport, self._company.all_gather, self.island)
         is_same = self.drift.run(self._local.replicated(), self.num_steps, *wires, policy)
@@ -367,8 +368,8 @@ class DeMo(Optimizer):
     def _check_idle(self) -> None:
         """Before anything that would meet half a step."""
         self.synchronize()
-        if self._overlap is not None and self._overlap.is_under_way:
-            raise ThinwireError("backward has sent gradients for a step that was not taken yet; call step() first")
+        if self._overlap is not None:
+            self._overlap.check_idle()
         if self._delay.under_way is not None:
             raise ThinwireError("delay=1 has an exchange under way; call drain() first, before the model is saved, too")
 
@@ -480,6 +481,7 @@ class DeMo(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict, and under ``thinwire`` whose residual momentum it holds."""
         self.check_between_steps()
+        self._company.check_whole()
         return {**super().state_dict(), checkpoint.KEY: checkpoint.identity(self)}
 
     @torch.no_grad()

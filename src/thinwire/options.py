@@ -88,6 +88,11 @@ def check_group(group: Mapping[str, Any]) -> None:
         raise TypeError(f"betas must be two numbers from 0 to 1, got {betas!r}")
     for index, beta in enumerate(betas):
         check_float(f"betas[{index}]", beta, 0.0, 1.0)
+    if group["update"] == "adamw" and (betas[1] == 1 or group["eps"] == 0):
+        raise ValueError(
+            f"update='adamw' needs betas[1] below 1 and eps above 0, got betas[1]={betas[1]} and eps={group['eps']}, which "
+            "would divide by 0"
+        )
 
 
 def lr_of(group: Mapping[str, Any]) -> object:

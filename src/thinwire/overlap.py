@@ -61,6 +61,11 @@ class Overlap:
         """Whether something was sent that no step has taken yet."""
         return self._attempt is not None
 
+    def check_idle(self) -> None:
+        """Before anything that would meet half a step."""
+        if self.is_under_way:
+            raise ThinwireError("backward has sent gradients for a step that was not taken yet; call step() first")
+
     def take(self) -> Attempt | None:
         """The attempt under way, for `step()` to finish."""
         attempt, self._attempt, self._is_left_to_step = self._attempt, None, False

@@ -80,7 +80,8 @@ class OwnedStack:
             return
         records_SCB = stack_records(slices_SB, self._run)
         answers_CB = stack_records(answer_B, self._answer_run)
-        after_CE = torch.cat(list(self._residuals)).mul_(decay)
+        device = self._residuals[0].device  # a model may lie on several
+        after_CE = torch.cat([residual.to(device) for residual in self._residuals]).mul_(decay)
         at_once = max(1, (_ELEMENTS_AT_ONCE_ON_GPU if after_CE.is_cuda else _ELEMENTS_AT_ONCE) // after_CE.shape[1])
         factors = self._clip_factors(records_SCB, at_once) if decoding.clips_values(self._run.codec.value_name) else None
         for first in range(0, self._num_chunks, at_once):

@@ -25,6 +25,7 @@ from thinwire.wire.payload import Problem
 
 Group = dict[str, Any]
 State = MutableMapping[Tensor, dict[str, Any]]
+_ON_CPU: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 _NO_SHARES: Mapping[Tensor, Share] = MappingProxyType({})
 
 
@@ -108,8 +109,8 @@ def _own(plan: ExchangePlan, tensors: list[LocalTensor], states: Sequence[dict[s
     """Give every tensor the residual of the chunks that this replica owns; of those that it owned before, and does not any
     more, it returns to the momentum."""
     for state in states:  # the same keys on all ranks, also where a shard is empty
-        state.setdefault(RESIDUAL, torch.zeros(0, state["momentum"].shape[1]))
-        state.setdefault(FIRST, torch.tensor(0))
+        state.setdefault(RESIDUAL, torch.zeros(0, state["momentum"].shape[1], **_ON_CPU))
+        state.setdefault(FIRST, torch.tensor(0, device="cpu"))
     for stack, mine in owned_stacks(plan, owning):
         for place in places(stack, mine):
             local, state = tensors[place.tensor], states[place.tensor]
@@ -117,7 +118,7 @@ def _own(plan: ExchangePlan, tensors: list[LocalTensor], states: Sequence[dict[s
             is_same = state[RESIDUAL].shape == wanted and int(state[FIRST]) == place.first
             if not is_same:
                 local.momentum_CE.copy_(folded(local.momentum_CE, state, stack.codec, owning.combine, owning.num_replicas))
-                state[RESIDUAL], state[FIRST] = torch.zeros(wanted), torch.tensor(place.first)
+                state[RESIDUAL], state[FIRST] = torch.zeros(wanted, **_ON_CPU), torch.tensor(place.first, device="cpu")
             state[RESIDUAL] = state[RESIDUAL].to(dtype=local.compute_dtype, device=local.momentum_CE.device)
             tensors[place.tensor] = replace(local, owned_CE=state[RESIDUAL])
 

@@ -26,6 +26,8 @@ from thinwire.wire.codec import ChunkCodec
 
 REDISTRIBUTIONS = ("keep", "zero", "sum", "mean")
 
+_EXACT: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+
 
 def assemble(optimizer: DeMo, saved: Iterable[dict[str, Any]], residual: str) -> dict[str, Any]:
     """A state dict that ``optimizer`` can load, made from those of all ranks of a run with the same model.
@@ -109,10 +111,10 @@ class _Piece:
     def __init__(self, spec: TensorSpec, cut: _Cut, group: dict[str, Any], dtype: torch.dtype, is_frozen: bool) -> None:
         self.name, self.cut, self.is_frozen, self._shape = spec.name, cut, is_frozen, spec.shape
         self._momentum_dtype = MOMENTUM_DTYPES[group["momentum_dtype"]]
-        self.momentum_CE = torch.zeros(cut.layout.num_chunks, cut.layout.num_elements, dtype=torch.float64)
+        self.momentum_CE = torch.zeros(cut.layout.num_chunks, cut.layout.num_elements, **_EXACT)
         compute_dtype = torch.promote_types(dtype, torch.float32)
         names = UPDATE_RULES[group["update"]].state_names
-        self.rule_state = {name: torch.zeros(cut.shape, dtype=compute_dtype) for name in names}
+        self.rule_state = {name: torch.zeros(cut.shape, dtype=compute_dtype, device="cpu") for name in names}
         self.num_found: dict[int, int] = {}
         """Elements found of each saved replica."""
         self.seen: set[tuple[int, tuple[int, ...]]] = set()
@@ -189,10 +191,12 @@ def _take(piece: _Piece, theirs: _Cut, state: dict[str, Tensor], replica: int, s
     if share:
         momentum_CE = state["momentum"].double()
         if theirs != piece.cut:
-            elements = torch.zeros(piece.cut.shape, dtype=torch.float64)
+            elements = torch.zeros(piece.cut.shape, **_EXACT)
             elements[here] = _elements(momentum_CE, theirs.layout)[there]
             momentum_CE = _coefficients(elements, piece.cut.layout)
         piece.momentum_CE += share * momentum_CE
+    for name in [name for name in piece.rule_state if name not in state]:  # frozen since before its group had this rule
+        del piece.rule_state[name]
     for name, tensor in piece.rule_state.items():
         tensor[here] = state[name].view(theirs.shape)[there].to(tensor.dtype)
 

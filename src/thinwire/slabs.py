@@ -40,7 +40,7 @@ class LocalTensor:
     momentum_CE: Tensor
     rule_state: dict[str, Tensor] = field(default_factory=dict)
     share: Share | None = None
-    owned_CE: Tensor = field(default_factory=lambda: torch.empty(0, 0))
+    owned_CE: Tensor = field(default_factory=lambda: torch.empty(0, 0, device="cpu"))
 
     @property
     def parameter(self) -> Tensor:

@@ -64,7 +64,7 @@ class TorchStack:
     def give_back_(self, payload_B: Tensor, units: Tensor | float) -> None:
         """See `StackStep`."""
         for slab in self._slabs:
-            self._give_back(slab, payload_B, units[slab.records] if isinstance(units, Tensor) else units)
+            self._give_back(slab, payload_B, units[slab.records].to(slab.device) if isinstance(units, Tensor) else units)
 
     def _give_back(self, slab: Slab, payload_B: Tensor, unit: Tensor | float) -> None:
         records_CB = stack_records(payload_B, self._stack)[slab.records]
@@ -113,7 +113,7 @@ class TorchStack:
     def units(self) -> Tensor | float:
         """See `StackStep`."""
         found = [unit for _, unit in self._finished if isinstance(unit, Tensor)]
-        return torch.cat(found) if found else 1.0
+        return torch.cat([unit.to(found[0].device) for unit in found]) if found else 1.0
 
     def _gradients(self) -> dict[int, Tensor]:
         found = ((entry.tensor, self._tensors[entry.tensor].gradient) for entry in self._stack.entries)

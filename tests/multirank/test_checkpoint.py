@@ -12,6 +12,7 @@ from tests.ranks import run_ranks
 from tests.training import build, flat, train, train_step
 from thinwire import CheckpointError, DeMo
 from thinwire.exchange.loopback import LoopbackTransport, run_replicas
+from thinwire.redistribution import assemble
 
 OPTIONS = {"chunk": 16, "topk": 8, "dense_below": 60, "update": "adamw", "weight_decay": 0.1}
 
@@ -175,6 +176,35 @@ def test_a_parameter_frozen_for_a_while_keeps_its_momentum_through_a_checkpoint(
         net.wide.requires_grad_(True)
         train_step(net, opt, 4, 0)
     assert torch.equal(flat(model), flat(again))
+
+
+def test_a_layer_that_was_unfrozen_and_frozen_again_goes_back_to_before() -> None:
+    model = build(0)
+    model.wide.requires_grad_(False)
+    optimizer = DeMo(model.parameters(), lr=1e-2, **OPTIONS)
+    train_step(model, optimizer, 0, 0)
+    saved = through_a_file(optimizer.state_dict())
+    model.wide.requires_grad_(True)
+    train_step(model, optimizer, 1, 0)
+    model.wide.requires_grad_(False)
+    optimizer.load_state_dict(saved)
+    assert model.wide.weight not in optimizer.state
+    assert optimizer.num_steps == 1
+    model.wide.requires_grad_(True)
+    train_step(model, optimizer, 1, 0)
+
+
+def test_a_layer_frozen_before_its_rule_changed_is_assembled() -> None:
+    model, optimizer, _ = train(0, 2, **{**OPTIONS, "update": "sign"})
+    model.wide.requires_grad_(False)
+    optimizer.param_groups[0]["update"] = "adamw"
+    train_step(model, optimizer, 2, 0)
+    saved = through_a_file(optimizer.state_dict())
+    assembled = assemble(optimizer, [saved], "keep")
+    optimizer.load_state_dict(assembled)
+    for index, state in saved["state"].items():
+        assert assembled["state"][index].keys() == state.keys()
+        assert torch.equal(assembled["state"][index]["momentum"], state["momentum"])
 
 
 def test_load_hooks_see_the_checkpoint_and_the_result() -> None:

@@ -236,8 +236,10 @@ def test_a_rank_that_dies_or_lags_is_named_in_time_and_nothing_is_changed(moment
         assert kept
 
 
-def _ddp(rank: int, sync: bool) -> tuple[str, Tensor, int]:
-    model = DistributedDataParallel(build(rank))
+def _ddp(rank: int, sync: bool, is_compiled: bool = False) -> tuple[str, Tensor, int]:
+    model: Any = DistributedDataParallel(build(rank))
+    if is_compiled:
+        model = torch.compile(model, backend="eager")
     if not sync:
         assert disable_gradient_sync(model) is model
     optimizer = DeMo(model.parameters(), lr=1e-2, chunk=16, topk=8)
@@ -257,8 +259,9 @@ def test_ddp_with_gradient_sync_is_refused_at_the_first_step() -> None:
         assert num_steps == 0
 
 
-def test_ddp_without_gradient_sync_trains() -> None:
-    results = run_ranks(_ddp, 2, False)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_ddp_without_gradient_sync_trains(is_compiled: bool) -> None:
+    results = run_ranks(_ddp, 2, False, is_compiled)
     for outcome, parameters, num_steps in results:
         assert (outcome, num_steps) == ("no error", 3)
         assert torch.equal(parameters, results[0][1])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.ranks import run_ranks
@@ -409,3 +410,37 @@ def test_the_same_data_is_noticed_whichever_parameters_it_reaches() -> None:
 
     with pytest.warns(UserWarning, match="same gradients"):
         run(False, loop)
+
+
+class Branches(nn.Module):
+    """A layer that only one of the ranks uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor, uses_second: bool) -> Tensor:
+        hidden = self.first(x)
+        return self.third(self.second(hidden) if uses_second else hidden)
+
+
+def _log_losses(rank: int) -> Tensor:
+    torch.manual_seed(0)
+    model = Branches()
+    optimizer = DeMo(model.parameters(), overlap=True, num_buckets=3, timeout_seconds=20, chunk=16, dense_below=0)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 32), rank == 0 or step < 2).square().mean()
+        loss.backward()
+        if step == 2 and rank == 0:
+            with pytest.raises(ThinwireError, match="a step that was not taken yet"):
+                optimizer.check_drift()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        optimizer.step()
+    return flat(model)
+
+
+def test_exchanges_of_the_training_loop_do_not_meet_the_optimizers() -> None:
+    first, second = run_ranks(_log_losses, 2)
+    assert torch.equal(first, second)

@@ -39,7 +39,8 @@ def follow(shape: tuple[int, ...], num_replicas: int, num_steps: int, seed: int,
     """Train in float64 and compare with the oracle; with clipping less closely, as its norms are rounded to 16 bits.
 
     False if rounding alone decided a selection, as in a padded chunk with a single element, whose coefficients come in pairs
-    of one size: then only the replicas are compared, with each other.
+    of one size: then only the replicas are compared, with each other. Elements are left out where coarse values cancelled:
+    AdamW takes one for new whose values were exactly 0, so that rounding decides.
     """
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -72,8 +73,10 @@ def follow(shape: tuple[int, ...], num_replicas: int, num_steps: int, seed: int,
         lr_in_momentum=options["lr_in_momentum"],
         **owner,
     )
+    is_clear = torch.ones(view, dtype=torch.bool)
     for step in gradients:
         oracle.step([gradient.view(view) for gradient in step], options["lr"], options["momentum_decay"], 0.1)
+        is_clear &= oracle.state["v"] > 1e-18 if options["update"] == "adamw" else True
     results = train(shape, gradients, start, **options)
     assert all(torch.equal(parameter, results[0][0]) for parameter, _ in results), "replicas differ"
     if oracle.closest_call < 1e-9:
@@ -81,7 +84,8 @@ def follow(shape: tuple[int, ...], num_replicas: int, num_steps: int, seed: int,
     tolerance = 1e-5 if options.get("clip_to_median") else 1e-7
     for replica, (parameter, state) in enumerate(results):
         momentum = state["momentum"]
-        assert torch.allclose(parameter, oracle.parameter.view(shape), atol=tolerance), "parameters"
+        difference = (parameter.view(view) - oracle.parameter)[is_clear]
+        assert torch.allclose(difference, torch.zeros_like(difference), atol=tolerance), "parameters"
         expected = torch.stack(oracle.momenta[replica]).view_as(momentum)
         assert torch.allclose(momentum, expected, atol=1e-7), "residual momentum"
     if owner:

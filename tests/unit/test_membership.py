@@ -200,7 +200,7 @@ def test_the_others_go_on_without_one_that_died_and_let_it_in_again(exchange: st
         for state in optimizer.state.values():
             state["momentum"].normal_()
         counter = torch.zeros(2)
-        optimizer.meet([counter])
+        optimizer.meet(tensor for tensor in [counter])  # such as model.buffers(), which can be read once
         assert counter.tolist() == [7.0, 8.0], "what is carried along"
         assert optimizer.num_steps == 4
         assert all(not momentum.any() for momentum in momenta(optimizer)), "no residual of its own"

@@ -348,6 +348,8 @@ def test_sparse_gradients_are_refused() -> None:
         ({"betas": (0.9,)}, TypeError, "betas"),
         ({"betas": (0.9, 2.0)}, ValueError, r"betas\[1\]"),
         ({"eps": -1.0}, ValueError, "eps"),
+        ({"update": "adamw", "betas": (0.9, 1.0)}, ValueError, r"betas\[1\] below 1 and eps above 0, got betas\[1\]=1.0"),
+        ({"update": "adamw", "eps": 0.0}, ValueError, r"eps above 0, got .* eps=0.0"),
         ({"maximize": 1}, TypeError, "maximize"),
         ({"lr_in_momentum": None}, TypeError, "lr_in_momentum"),
         ({"num_buckets": 0}, ValueError, "num_buckets"),
@@ -472,7 +474,7 @@ def test_alone_nothing_crosses_a_wire() -> None:
 
 def test_disable_gradient_sync_wants_ddp() -> None:
     with pytest.raises(TypeError, match="needs a DistributedDataParallel model, got SmallNet"):
-        disable_gradient_sync(SmallNet())  # type: ignore[arg-type]
+        disable_gradient_sync(SmallNet())
 
 
 def test_mixed_dtypes_in_one_optimizer() -> None:

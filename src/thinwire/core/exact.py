@@ -80,8 +80,7 @@ def inverse_exact_(coefficients_CE: Tensor, layout: ChunkLayout, scratch: Scratc
         return chunks
     bits, basis_bits, drop, unit = scales_of(layout.row_edge, layout.col_edge)
     dtype = chunks.dtype
-    # With matrix products of precision "medium" factors may be cut to bfloat16, which holds 8 bits.
-    if bits > _BITS or torch.get_float32_matmul_precision() == "medium":
+    if bits > _BITS or _may_cut_factors():
         chunks = chunks.double()
     exponent = int(math.log2(largest)) if largest is not None else _exponent(chunks)
     elements = chunks.mul_(_power_of_2(bits - exponent, chunks.dtype)).round_()
@@ -93,6 +92,14 @@ def inverse_exact_(coefficients_CE: Tensor, layout: ChunkLayout, scratch: Scratc
         basis = integer_basis(layout.row_edge, basis_bits, chunks.dtype, chunks.device)
         elements = along_rows(basis.T, elements, chunks if layout.col_edge > 1 else scratch.like("second", chunks))
     return elements.mul_(_power_of_2(exponent + unit, elements.dtype)).to(dtype)
+
+
+def _may_cut_factors() -> bool:
+    """Whether float32 products may have factors of bfloat16, which holds 8 bits: those of precision "medium"."""
+    try:
+        return torch.get_float32_matmul_precision() == "medium"
+    except RuntimeError:  # the precision was set per backend, and torch then refuses to name one for all
+        return True
 
 
 def _exponent(chunks: Tensor) -> Tensor:

@@ -55,9 +55,9 @@ def name_the_difference(description: Sequence[str], all_gather: AllGather, noun:
 
 def _exchange_texts(text: str, all_gather: AllGather) -> list[list[str]]:
     mine = text.encode()[:_LONGEST_DESCRIPTION_BYTES]
-    lengths = all_gather(torch.tensor([len(mine)]).view(torch.uint8), "lengths of the descriptions")
+    lengths = all_gather(torch.tensor([len(mine)], device="cpu").view(torch.uint8), "lengths of the descriptions")
     sizes = [min(max(0, int(row.cpu().view(torch.int64))), _LONGEST_DESCRIPTION_BYTES) for row in lengths.clone()]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
     padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     rows = all_gather(padded, "descriptions")
     texts = [row[:size].cpu().numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]

@@ -2,22 +2,32 @@
 
 import gc
 from collections.abc import Iterable
+from typing import TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+Model = TypeVar("Model", bound=nn.Module)
 
-def disable_gradient_sync(ddp_model: DistributedDataParallel) -> DistributedDataParallel:
+
+def ddp_in(model: nn.Module) -> DistributedDataParallel | None:
+    """A DDP model, also one that was compiled after it was wrapped; None if it is none."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def disable_gradient_sync(ddp_model: Model) -> Model:
     """Keep a DDP model from averaging gradients, for good, and return it: what DeMo needs.
 
     The same as running every backward inside ``ddp_model.no_sync()``. Buffers are no longer broadcast either.
     """
-    if not isinstance(ddp_model, DistributedDataParallel):
+    found = ddp_in(ddp_model)
+    if found is None:
         raise TypeError(
             f"disable_gradient_sync needs a DistributedDataParallel model, got {type(ddp_model).__name__}; "
             "a model that is not wrapped has no gradient sync to turn off"
         )
-    ddp_model.require_backward_grad_sync = False
+    found.require_backward_grad_sync = False
     return ddp_model
 
 

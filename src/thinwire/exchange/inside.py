@@ -80,7 +80,7 @@ class InsideTransport:
 
     def most(self, words: Sequence[int], what: str) -> list[int]:
         """See `Inside`."""
-        rows = all_gather(self._transport, torch.tensor(words).view(torch.uint8), what)
+        rows = all_gather(self._transport, torch.tensor(words, device="cpu").view(torch.uint8), what)
         found: list[int] = rows.view(torch.int64).amax(dim=0).tolist()
         return found
 

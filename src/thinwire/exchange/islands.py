@@ -138,6 +138,8 @@ def _make_groups(
     All ranks of the world make all groups, as torch wants it. Where some ranks do not train with these, they cannot: then a
     group is made by its members alone, which all must have made equally many groups before.
     """
+    if not lists:
+        return None
     own, is_world = None, sum(len(ranks) for ranks in lists) == dist.get_world_size()
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_seconds)}
     options["backend"] = None if group is None else dist.get_backend(group)

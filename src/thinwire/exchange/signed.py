@@ -137,7 +137,7 @@ class SignedTransport:
         return _Signed(inner, lambda: self._open_(arriving_RB, received_RB, _ROWS, number, mine))
 
     def _room_for(self, messages_RB: Tensor) -> Tensor:
-        return torch.empty(self.num_replicas, messages_RB.shape[1] + _TAG_BYTES, dtype=torch.uint8)
+        return torch.empty(self.num_replicas, messages_RB.shape[1] + _TAG_BYTES, dtype=torch.uint8, device="cpu")
 
     def _open_(self, signed_RB: Tensor, messages_RB: Tensor, kind: bytes, number: int, what: str) -> list[int]:
         """Take over what the others have sent, zeros where it is not signed; who these were."""
@@ -169,7 +169,7 @@ class SignedTransport:
         self, tensor: Tensor, kind: bytes, number: int, what: str, source: int, move_: Callable[[Tensor], None]
     ) -> None:
         """Overwrite ``tensor`` with the source's, which ``move_`` brings here with its tag."""
-        signed_B = torch.zeros(tensor.numel() * tensor.element_size() + _TAG_BYTES, dtype=torch.uint8)
+        signed_B = torch.zeros(tensor.numel() * tensor.element_size() + _TAG_BYTES, dtype=torch.uint8, device="cpu")
         if self.replica == source:
             signed_B[:-_TAG_BYTES] = tensor.detach().contiguous().view(-1).view(torch.uint8)
             self._sign_(signed_B, kind, number, what)

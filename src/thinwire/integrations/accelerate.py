@@ -7,9 +7,8 @@ from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.exchange.gradient_sync import disable_gradient_sync
+from thinwire.exchange.gradient_sync import ddp_in, disable_gradient_sync
 from thinwire.optimizer import DeMo
 
 
@@ -19,7 +18,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: DeMo, *others
     if not isinstance(optimizer, DeMo):
         raise TypeError(f"the optimizer must be thinwire.DeMo, got {type(optimizer).__name__}; others need the averaging")
     prepared = accelerator.prepare(model, optimizer, *others)
-    if isinstance(prepared[0], DistributedDataParallel):
+    if ddp_in(prepared[0]) is not None:
         disable_gradient_sync(prepared[0])
     elif accelerator.num_processes > 1:
         raise TypeError(

@@ -5,13 +5,37 @@
 The module's ``configure_optimizers`` returns `DeMo`. The model is not wrapped, so nothing averages gradients.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 
 from thinwire.integrations.replica_files import load_beside, remove_beside, save_beside
 from thinwire.optimizer import DeMo
+
+
+class _UnscaledFirst(MixedPrecision):
+    """Gradients are unscaled before they are clipped. Lightning leaves that to optimizers that know a scaler, and refuses to
+    clip; DeMo knows it so that all replicas skip a step together."""
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **options: Any
+    ) -> Any:
+        """As `MixedPrecision`."""
+
+        def unscaled() -> Any:
+            result = closure()
+            if self.scaler is not None and (result is not None or not model.automatic_optimization):
+                self.scaler.unscale_(optimizer)
+            return result
+
+        return super().optimizer_step(optimizer, model=model, closure=unscaled, **options)
+
+    def clip_gradients(self, *arguments: Any, **options: Any) -> None:
+        """As without mixed precision."""
+        Precision.clip_gradients(self, *arguments, **options)
 
 
 class DeMoStrategy(DDPStrategy):
@@ -19,6 +43,17 @@ class DeMoStrategy(DDPStrategy):
     momentum, in a folder beside the file."""
 
     _checkpoint: Path | None = None
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """As the trainer has set it, with gradients that can be clipped."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if isinstance(plugin, MixedPrecision) and not isinstance(plugin, _UnscaledFirst):
+            plugin = _UnscaledFirst(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[arg-type]
+        self._precision_plugin = plugin
 
     def configure_ddp(self) -> None:
         """Leave the model as it is. DeMo copies replica 0's parameters to all."""

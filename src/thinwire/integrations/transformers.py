@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
-from thinwire.exchange.gradient_sync import disable_gradient_sync
+from thinwire.exchange.gradient_sync import ddp_in, disable_gradient_sync
 from thinwire.integrations.replica_files import load_beside, save_beside
 from thinwire.optimizer import DeMo
 
@@ -43,7 +42,7 @@ class DeMoTrainer(Trainer):
 
     def training_step(self, model: nn.Module, *args: Any, **options: Any) -> Tensor:
         """Forward and backward, without DDP's averaging."""
-        if isinstance(model, DistributedDataParallel):
+        if ddp_in(model) is not None:
             disable_gradient_sync(model)
         loss: Tensor = super().training_step(model, *args, **options)
         return loss

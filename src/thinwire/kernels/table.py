@@ -115,7 +115,7 @@ def launching(device: torch.device) -> AbstractContextManager[Any]:
 
 def upload_rows(rows: list[list[int]], device: torch.device) -> Tensor:
     """The rows of a table on the device. Does not wait for it."""
-    table = torch.tensor(rows, dtype=torch.int64)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu")
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 

@@ -22,7 +22,7 @@ _REPORT_BYTES = 512
 
 def tell_problems(transport: Transport, mine: str) -> list[str]:
     """Everyone's problems, empty where there is none. Nobody passes before all have come here."""
-    padded = torch.zeros(_REPORT_BYTES, dtype=torch.uint8)
+    padded = torch.zeros(_REPORT_BYTES, dtype=torch.uint8, device="cpu")
     text = mine.encode()[:_REPORT_BYTES]
     if text:
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)

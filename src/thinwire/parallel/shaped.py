@@ -65,7 +65,9 @@ class ShapedLink:
     def _call(self, what: str) -> Pending | None:
         if self._roll_call is None:
             return None
-        return self._roll_call.start_all_gather_(torch.zeros(self._roll_call.num_replicas, 1, dtype=torch.uint8), what)
+        return self._roll_call.start_all_gather_(
+            torch.zeros(self._roll_call.num_replicas, 1, dtype=torch.uint8, device="cpu"), what
+        )
 
     def hold_back(self, future: Future[Tensor], exchange: Exchange, device: torch.device) -> Future[Tensor]:
         """A future with the same result, which is there when the link is done too. Nothing waits here: each has a thread

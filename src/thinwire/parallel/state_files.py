@@ -38,7 +38,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     reader = HuggingFaceStorageReader(str(folder))
     tensors: dict[str, Any] = {}
     for name, entry in reader.read_metadata().state_dict_metadata.items():
-        tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]
+        tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")  # type: ignore[union-attr]
     if _FACTS not in tensors:
         raise CheckpointError(f"{folder} holds no state of a run")
     with alone_on_purpose():
@@ -50,8 +50,9 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def alone_on_purpose() -> Iterator[None]:
-    """Without the warning that nobody else takes part, and with errors as they were before torch wrapped them."""
-    with warnings.catch_warnings():
+    """Without the warning that nobody else takes part, on the CPU, whatever torch's default device, and with errors as they
+    were before torch wrapped them."""
+    with warnings.catch_warnings(), torch.device("cpu"):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             yield
@@ -63,7 +64,8 @@ def alone_on_purpose() -> Iterator[None]:
 
 def _take_tensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
-        tensors[path] = value.detach().contiguous()
+        # Groups may share a learning rate, and files hold no tensor twice.
+        tensors[path] = value.detach().clone() if value.numel() == 1 else value.detach().contiguous()
         return {_TENSOR: path}
     if isinstance(value, dict):
         named = {_key_as_text(key): item for key, item in value.items()}

@@ -82,8 +82,9 @@ class ChunkCodec:
     def empty_record_B(self) -> Tensor:
         """The record of a chunk of which nothing is sent."""
         sends_all = self.index_codec.name == "all"
-        indices_CK = torch.arange(self.num_kept) if sends_all else torch.full((self.num_kept,), self.num_elements)
-        return self.encode(indices_CK[None], torch.zeros(1, self.num_kept)).records_CB[0]
+        indices_K = torch.arange(self.num_kept, device="cpu")
+        indices_K = indices_K if sends_all else torch.full_like(indices_K, self.num_elements)
+        return self.encode(indices_K[None], torch.zeros(1, self.num_kept, dtype=torch.float32, device="cpu")).records_CB[0]
 
     def decode(self, records_CB: Tensor) -> tuple[Tensor, Tensor]:
         """Read C records back: indices (C, K) in [0, E], and float32 values (C, K), 0 in void slots."""

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from tests.islands import OPTIONS, Shapes
 from thinwire import AgreementError, DeMo
@@ -84,3 +85,14 @@ def test_what_does_not_go_with_islands_is_refused() -> None:
         DeMo(parameters, islands=1, transport=Elastic(), **OPTIONS)
     with pytest.raises(ValueError, match="a SoloTransport cannot be divided into islands"):
         DeMo(parameters, islands=1, transport=SoloTransport(), **OPTIONS)
+
+
+@pytest.mark.parametrize("options", [{"islands": 1}, {"islands": "hosts"}, {"exchange": "hierarchical"}], ids=str)
+def test_one_process_alone_is_plain_demo(options: dict[str, Any]) -> None:
+    model = Shapes()
+    optimizer = DeMo(model.parameters(), **{**OPTIONS, **options})
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert optimizer.num_steps == 1
+    assert optimizer.num_replicas == 1
