@@ -64,7 +64,8 @@ def parse_link(text: str, name: str = "link") -> LinkSpec:
         key, value = (key, value) if has_key else ("round_trip", part)
         if key not in found:
             raise ValueError(f"{name}={text!r} has the unknown part {part!r}; write one {_FORM}")
-        found[key] = _share(value, text, name) if key == "loss" else parse_seconds(value, name, allow_zero=True)
+        what = f"the {key.replace('_', ' ')} of {name}"
+        found[key] = _share(value, text, name) if key == "loss" else parse_seconds(value, what, allow_zero=True)
         if key != "loss" and found[key] > _MOST_SECONDS:
             raise ValueError(f"{name}={text!r}: {key} must be at most {_MOST_SECONDS:g} s")
     return LinkSpec(rates[0], rates[-1], found["round_trip"], found["jitter"], found["loss"])

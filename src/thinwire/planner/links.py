@@ -14,8 +14,9 @@ LONGEST_SHORT_PAUSE_SECONDS = 0.5
 _NUMBER_AND_UNIT = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([a-zA-Z/µμ]*)\s*", re.ASCII)
 _BIT_UNIT = re.compile(r"([kmgt]?)(?:bits?/s|bits?|bps|b/s|b)", re.IGNORECASE)
 _BYTE_UNIT = re.compile(r"([kKmMgGtT]?)(?:B|B/s|Bps|[bB]ytes?|[bB]ytes?/s)")
+_UNCLEAR_UNIT = re.compile(r"([kmgt])b(?:/s)?")
 _DECIMAL_PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_SECONDS_PER_UNIT = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
+_SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
 
 
 @dataclass(frozen=True)
@@ -59,29 +60,36 @@ class Link:
 
 
 def parse_bandwidth(text: str, name: str = "bandwidth") -> float:
-    """Bits per second from ``100Mbit``, ``1 Gbit``, ``10Gbps``, ``2.5gbit/s`` or a plain number of bits.
+    """Bits per second from ``100Mbit``, ``1 Gbit``, ``10Gbps`` or ``2.5gbit/s``.
 
-    ``name`` is what an error calls the value. Bytes (``MB/s``) are refused: a rate that is wrong by 8 is a bad plan.
+    ``name`` is what an error calls the value. Bytes (``MB/s``) are refused, and ``mb``, which some mean for them: a rate
+    that is wrong by 8 is a bad plan.
     """
     number, unit = _split(text, name, "a number with kbit, Mbit, Gbit or Tbit, such as 100Mbit")
+    if unclear := _UNCLEAR_UNIT.fullmatch(unit):
+        bits = f"{unclear.group(1)}bit"
+        raise ValueError(
+            f"{name}={text!r} may mean bits or bytes; write {number:g}{bits}, or {number * 8:g}{bits} if it is bytes"
+        )
     if in_bytes := _BYTE_UNIT.fullmatch(unit):
         raise ValueError(f"{name}={text!r} is in bytes; write bits per second, such as {number * 8:g}{in_bytes.group(1)}bit")
     match = _BIT_UNIT.fullmatch(unit)
-    if unit and not match:
-        raise ValueError(f"{name}={text!r} has the unknown unit {unit!r}; write kbit, Mbit, Gbit or Tbit, such as 100Mbit")
-    prefix = match.group(1).lower() if match else ""
-    return _check_range(name, number * _DECIMAL_PREFIX[prefix], allow_zero=False, text=text)
+    rate = _check_range(name, number * _DECIMAL_PREFIX[match.group(1).lower() if match else ""], allow_zero=False, text=text)
+    if match is None:
+        raise ValueError(f"{name}={text!r} has {_which(unit)}; write kbit, Mbit, Gbit or Tbit, such as 100Mbit")
+    return rate
 
 
 def parse_seconds(text: str, name: str = "time", *, allow_zero: bool = False) -> float:
-    """Seconds from ``20ms``, ``0.5s``, ``80us`` or a plain number of seconds; ``name`` is what an error calls the value.
+    """Seconds from ``20ms``, ``0.5s`` or ``80us``; ``name`` is what an error calls the value.
 
     A round trip may be 0 (``allow_zero``), the time of a step may not.
     """
     number, unit = _split(text, name, "a number with s, ms, us or ns, such as 20ms")
-    if unit not in _SECONDS_PER_UNIT:
-        raise ValueError(f"{name}={text!r} has the unknown unit {unit!r}; write s, ms, us or ns, such as 20ms")
-    return _check_range(name, number * _SECONDS_PER_UNIT[unit], allow_zero=allow_zero, text=text)
+    seconds = _check_range(name, number * _SECONDS_PER_UNIT.get(unit, 1.0), allow_zero=allow_zero, text=text)
+    if unit not in _SECONDS_PER_UNIT and (seconds or unit):
+        raise ValueError(f"{name}={text!r} has {_which(unit)}; write s, ms, us or ns, such as 20ms")
+    return seconds
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -104,6 +112,10 @@ def _split(text: str, name: str, expected: str) -> tuple[float, str]:
     if not match:
         raise ValueError(f"{name}={text!r} is not {expected}")
     return float(match.group(1)), match.group(2)
+
+
+def _which(unit: str) -> str:
+    return f"the unknown unit {unit!r}" if unit else "no unit"
 
 
 def _check_range(name: str, value: float, *, allow_zero: bool, text: str | None = None) -> float:

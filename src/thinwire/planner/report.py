@@ -26,6 +26,8 @@ OVERLAPPED_BUCKETS = 8
 MOST_USEFUL_TOPK = 64
 MOST_NETWORK_SHARE = 0.10
 ENOUGH_EFFICIENCY = 0.95
+# Where even the smallest topk takes longer than that: more coefficients lower the loss, for so much more time at most.
+HARDLY_LONGER = 1.05
 
 _EDGE = 64
 
@@ -224,7 +226,8 @@ def recommend(report: Report) -> Recommendation:
     """Which row to take, and why, in a sentence or two.
 
     Plain DDP if it keeps 95 % efficiency or is faster than DeMo anyway. Else DeMo with the largest topk up to 64, in the
-    cheapest codec asked for, whose exchange adds at most 10 % to the step; the smallest topk if none does.
+    cheapest codec asked for, whose exchange adds at most 10 % to the step; if none does, the largest whose step takes at
+    most 5 % longer than the smallest topk's.
     """
     dense = [row for row in report.predictions if row.topk is None]
     if report.num_replicas == 1:
@@ -238,13 +241,17 @@ def recommend(report: Report) -> Recommendation:
     best = min(dense, key=lambda row: row.step_seconds)
     if best.step_seconds <= chosen.step_seconds:
         return Recommendation(best, _ddp_is_faster(best, chosen))
-    return Recommendation(chosen, f"{_why_topk(chosen)} {_gain(chosen, best)}{_why_exchange(chosen)}")
+    smallest = cheapest_codec(report)[0]
+    return Recommendation(chosen, f"{_why_topk(chosen, smallest)} {_gain(chosen, best)}{_why_exchange(chosen)}")
 
 
 def _choose_demo(report: Report) -> Prediction:
     rows = cheapest_codec(report)
-    fitting = [row for row in rows if (row.topk or 0) <= MOST_USEFUL_TOPK and row.network_share <= MOST_NETWORK_SHARE]
-    return fitting[-1] if fitting else rows[0]
+    useful = [row for row in rows if (row.topk or 0) <= MOST_USEFUL_TOPK] or rows[:1]
+    fitting = [row for row in useful if row.network_share <= MOST_NETWORK_SHARE]
+    return (
+        fitting[-1] if fitting else [row for row in useful if row.step_seconds <= HARDLY_LONGER * rows[0].step_seconds][-1]
+    )
 
 
 def cheapest_codec(report: Report) -> list[Prediction]:
@@ -266,17 +273,18 @@ def _ddp_is_faster(ddp_row: Prediction, demo_row: Prediction) -> str:
     )
 
 
-def _why_topk(row: Prediction) -> str:
+def _why_topk(row: Prediction, smallest: Prediction) -> str:
     taken = f"Take DeMo with topk={row.topk}, values={row.values!r} and exchange={row.exchange_name!r}:"
     share = row.network_share
     if share <= MOST_NETWORK_SHARE:
         most = f"{_percent(MOST_NETWORK_SHARE)} to the step (here {_percent(share)})"
         return f"{taken} the largest topk up to {MOST_USEFUL_TOPK} whose exchange adds at most {most}."
     long = f"adds {_percent(share)} to the step" if share < 1 else f"makes the step {1 + share:.3g} times as long"
-    return (
-        f"{taken} it sends the least, and still its exchange {long}; more work per step (a larger batch, or gradient "
-        "accumulation) would make up for it."
-    )
+    more_work = "more work per step (a larger batch, or gradient accumulation) would make up for it."
+    if row is smallest:
+        return f"{taken} it sends the least, and still its exchange {long}; {more_work}"
+    took = f"{format_seconds(smallest.step_seconds)} with topk={smallest.topk}"
+    return f"{taken} its exchange {long}, but fewer coefficients would hardly be faster ({took}) and cost loss; {more_work}"
 
 
 def _gain(row: Prediction, best_ddp: Prediction) -> str:

@@ -15,8 +15,8 @@ from thinwire.planner.links import Link, format_bandwidth, format_bytes, format_
         (" 64 kbit/s ", 64e3),
         ("0.4Tb/s", 0.4e12),
         ("300 bits", 300.0),
-        ("1e6", 1e6),
-        ("56000", 56000.0),
+        ("1e6bit", 1e6),
+        ("10mbps", 10e6),
         (".5Mbit", 0.5e6),
     ],
 )
@@ -32,8 +32,8 @@ def test_rates_as_people_write_them(text: str, expected: float) -> None:
         ("80us", 80e-6),
         ("80 µs", 80e-6),
         ("80μs", 80e-6),
-        ("3", 3.0),
-        ("1e-3", 1e-3),
+        ("3s", 3.0),
+        ("1e-3 s", 1e-3),
         ("7 ns", 7e-9),
     ],
 )
@@ -56,6 +56,9 @@ def test_times_as_people_write_them(text: str, expected: float) -> None:
         ("1,5Mbit", "is not a number with"),
         ("10 parsec", "unknown unit 'parsec'"),
         ("10 ms", "unknown unit 'ms'"),
+        ("100", "has no unit; write kbit, Mbit"),
+        ("20mb", "may mean bits or bytes; write 20mbit, or 160mbit if it is bytes"),
+        ("2.5gb/s", "write 2.5gbit, or 20gbit if"),
     ],
 )
 def test_bad_rates_are_refused_in_a_sentence(text: str, complaint: str) -> None:
@@ -80,6 +83,7 @@ def test_bytes_are_not_taken_for_bits(text: str) -> None:
         ("nan", "is not a number"),
         ("5 Mbit", "unknown unit"),
         ("5min", "unknown unit 'min'"),
+        ("300", "has no unit; write s, ms"),
     ],
 )
 def test_bad_times_are_refused_in_a_sentence(text: str, complaint: str) -> None:
@@ -88,7 +92,7 @@ def test_bad_times_are_refused_in_a_sentence(text: str, complaint: str) -> None:
 
 
 def test_a_round_trip_may_be_zero_but_not_less() -> None:
-    assert parse_seconds("0ms", allow_zero=True) == 0
+    assert parse_seconds("0ms", allow_zero=True) == parse_seconds("0", allow_zero=True) == 0
     with pytest.raises(ValueError, match="rtt='-1ms' must be a finite number 0 or more"):
         parse_seconds("-1ms", name="rtt", allow_zero=True)
 

@@ -226,3 +226,13 @@ def test_the_figure_is_a_png_with_something_on_it(num_replicas: int, rate: float
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     pixels = matplotlib.image.imread(path)[..., :3]
     assert (pixels < 0.9).any(axis=-1).sum() > 1000
+
+
+def test_where_fewer_coefficients_save_nothing_more_are_taken() -> None:
+    report = make_report(tensors_from_count(1_000_000), 2, Link(1e8, 0.04), 0.1)
+    steps = {row.topk: row.step_seconds for row in report.predictions if row.values == "sign"}
+    assert steps[64] < 1.05 * steps[8]
+    advice = recommend(report)
+    assert advice.prediction.network_share > 0.1
+    assert advice.prediction.label == "Thinwire DeMo, k=64, sign"
+    assert "fewer coefficients would hardly be faster" in advice.reason
