@@ -31,7 +31,7 @@ def olmo(dim: int, num_layers: int = 16, vocabulary: int = 50304) -> Shapes:
     return ((vocabulary, dim), *(layer * num_layers))
 
 
-SHAPES: dict[str, Shapes] = {"300m": olmo(1024), "1b": olmo(2048), "tiny": olmo(64, 2, 256)}
+SHAPES: dict[str, Shapes] = {"300m": olmo(1024), "1b": olmo(2048), "10m": olmo(320, 6, 256), "tiny": olmo(64, 2, 256)}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import tyro
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -14,6 +15,9 @@ from thinwire.core.errors import check_int
 
 if TYPE_CHECKING:
     from thinwire.bench.step import StepRow
+
+# Columns of a terminal that the whole table takes.
+_WIDE = 120
 
 
 @dataclass(frozen=True)
@@ -25,8 +29,9 @@ class BenchCommand:
 
     what: tyro.conf.Positional[Literal["step"]]
     """What to measure: step."""
-    shapes: tuple[Literal["300m", "1b", "tiny"], ...] = ("300m",)
-    """Whose parameters: the paper's 300M or 1B model, or a tiny one to try the command."""
+    shapes: tuple[Literal["300m", "1b", "10m", "tiny"], ...] = ()
+    """Whose parameters: the paper's 300M or 1B model, one of 10M, or a tiny one to try the command. Unless given, 300m on
+    a GPU and 10m on a CPU."""
     topk: tuple[int, ...] = (32,)
     """Coefficients per chunk."""
     replicas: tuple[int, ...] = (8,)
@@ -59,7 +64,8 @@ def command(arguments: list[str]) -> int:
     from thinwire.bench.step import Case, StepRow, measure
 
     console, rows = Console(), list[StepRow]()
-    for shapes in asked.shapes:
+    for shapes in asked.shapes or (("300m",) if device.startswith("cuda") else ("10m",)):
+        console.print(f"{shapes} shapes on {device}, {asked.rounds} steps of each contender", highlight=False)
         case = Case(shapes, asked.topk, asked.replicas, asked.backends, asked.rounds, device, asked.updates)
         for row in measure(case, lambda text: console.print(f"[dim]{text}[/dim]", highlight=False)):
             rows.append(row)
@@ -80,11 +86,16 @@ def without_out(arguments: list[str]) -> list[str]:
 def _print(rows: "list[StepRow]", console: Console) -> None:
     from thinwire.bench.report import HEADINGS, cells
 
+    is_wide = console.width >= _WIDE
+    shown = [place for place, heading in enumerate(HEADINGS) if is_wide or heading not in ("spread", "encode", "decode")]
     for shapes in dict.fromkeys(row.shapes for row in rows):
-        table = Table(title=f"one step, {shapes} shapes", title_justify="left")
-        for heading in HEADINGS:
-            table.add_column(heading, justify="left" if heading == "step" else "right")
+        table = Table(title=f"one step, {shapes} shapes", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+        for heading in (HEADINGS[place] for place in shown):
+            is_name = heading == "step"
+            table.add_column(heading, justify="left" if is_name else "right", no_wrap=not is_name)
         for row in rows:
             if row.shapes == shapes:
-                table.add_row(*cells(row))
+                table.add_row(*(cells(row)[place] for place in shown))
         console.print(table)
+    if not is_wide:
+        console.print("spread, encode and decode: in a wider terminal, or with --out", highlight=False)
