@@ -35,7 +35,7 @@ test: lint  ## lint, types, all tests that need no GPU, and the coverage of core
 	$(BIN)/python -m pytest -m "not gpu" -n 3 --dist worksteal --durations=10 $(addprefix --ignore=,$(COVERING))
 
 test-gpu: $(STAMP)  ## the tests that run on a CUDA device
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m gpu -rs
 
 lint: $(STAMP)  ## formatting, lint rules and strict types
 	$(BIN)/ruff format --check --quiet
@@ -60,8 +60,9 @@ docs-serve: docs  ## the same, to be read in a browser on this machine
 bench: $(STAMP)  ## CPU step time and memory beside pytorch-optimizer's DeMo; rows under results/
 	$(BIN)/python benchmarks/cpu_step.py
 
-studies-small: $(STAMP)  ## run all studies in their small size, some 20 minutes on two cores; rows under results/
-	$(BIN)/thinwire study run all --size small --at-once 2
+studies-small: $(STAMP)  ## run all studies anew in their small size, some 20 minutes on two cores; are conclusions those stored?
+	$(BIN)/thinwire study run all --size small --at-once 2 --results runs/studies-small
+	$(BIN)/thinwire study compare runs/studies-small
 
 studies-medium: $(STAMP)  ## the same with tuned learning rates and three seeds, some three hours on two cores
 	$(BIN)/thinwire study run all --size medium --at-once 2

@@ -24,6 +24,7 @@ COMMANDS: dict[str, type] = {
     "study list": study.ListCommand,
     "study run": study.RunCommand,
     "study report": study.ReportCommand,
+    "study compare": study.CompareCommand,
     "page": page.PageCommand,
 }
 _HEAD = """# Command line

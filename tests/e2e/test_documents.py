@@ -27,6 +27,7 @@ NOT_RUN = {
     r"(make|pip install|git clone|source) ": "makes or enters an environment; that targets exist is tested below",
     r"thinwire lab ": "needs network namespaces, and minutes: test_lab.py and test_lab_compare.py run these",
     r"thinwire study run ": "trains for minutes: test_studies.py runs every study on made-up rows",
+    r"thinwire study compare mine": "reads what the command before it would have trained: test_studies_agreement.py",
     r"torchft_lighthouse |.* --(lighthouse|elastic) ": "serves other machines for ever: test_elastic_run.py runs them",
 }
 PYTHON_NOT_RUN = {"README.md": "test_readme.py runs it under torchrun"}

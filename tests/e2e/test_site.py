@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import io
 import os
+import pkgutil
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -18,6 +19,7 @@ import thinwire
 import thinwire.planner
 import thinwire.wire
 from tests.documents import PAGES, ROOT, blocks_of
+from thinwire import commands as package
 from thinwire.cli import run
 
 os.environ.setdefault("NO_MKDOCS_2_WARNING", "1")
@@ -127,6 +129,10 @@ def test_the_reference_of_the_command_line_is_the_commands_own() -> None:
         assert run(["--help"]) == 0
     commands = set(re.findall(r"^  ([a-z]+)", printed.getvalue(), re.MULTILINE))
     assert commands == {name.split()[0] for name in reference.COMMANDS}
+    modules = [importlib.import_module(f"{package.__name__}.{one.name}") for one in pkgutil.iter_modules(package.__path__)]
+    offered_by = {value for module in modules for name, value in vars(module).items() if name.endswith("Command")}
+    forgotten = {one for one in offered_by if isinstance(one, type)} - set(reference.COMMANDS.values())
+    assert not forgotten, f"not in website/cli_reference.py: {forgotten}"
     for name in reference.COMMANDS:
         section = re.split(r"^## ", reference.reference().split(f"\n## thinwire {name}\n")[1], flags=re.MULTILINE)[0]
         documented = set(re.findall(r"^\| `(--[a-z0-9-]+)`", section, re.MULTILINE))

@@ -75,21 +75,41 @@ class ReportCommand:
     """Show where an error came from."""
 
 
+@dataclass(frozen=True)
+class CompareCommand:
+    """Say which claims the rows of another folder of results bear out as the stored ones do, and which not: a study that was
+    run again, or on another machine. Nothing is run. The exit code is 1 where claims differ."""
+
+    others: tyro.conf.Positional[Path]
+    """The other folder, as of: thinwire study run all --results FOLDER."""
+    names: tyro.conf.Positional[tuple[str, ...]] = ("all",)
+    """Studies, such as q3, or all."""
+    results: Path = _RESULTS
+    """Folder of the stored results."""
+    debug: bool = False
+    """Show where an error came from."""
+
+
 _Command = (
     Annotated[ListCommand, tyro.conf.subcommand("list")]
     | Annotated[RunCommand, tyro.conf.subcommand("run")]
     | Annotated[ReportCommand, tyro.conf.subcommand("report")]
+    | Annotated[CompareCommand, tyro.conf.subcommand("compare")]
 )
 
 
 def command(arguments: list[str]) -> int:
     """Run it."""
-    asked: ListCommand | RunCommand | ReportCommand = tyro.cli(_Command, prog="thinwire study", args=arguments)
+    asked: ListCommand | RunCommand | ReportCommand | CompareCommand = tyro.cli(
+        _Command, prog="thinwire study", args=arguments
+    )
     console = Console()
     if isinstance(asked, ListCommand):
         return _list(asked, console)
     if isinstance(asked, ReportCommand):
         return _report(asked, console)
+    if isinstance(asked, CompareCommand):
+        return _compare(asked, console)
     check_int("--at-once", asked.at_once, 1)
     check_float("--seconds", asked.seconds, 0.0)
     return _run(asked, console)
@@ -193,8 +213,7 @@ def _report(asked: ReportCommand, console: Console) -> int:
     from thinwire.studies.report import answers, write_markdown, write_page
 
     studies = _chosen(asked.names)
-    if not asked.results.is_dir():
-        raise TrainingError(f"--results {asked.results}: there is no such folder; thinwire study run makes rows in it")
+    _check_folder("--results", asked.results)
     found = answers(studies, asked.results)
     written = [path for one in found if (path := one.folder / "summary.md").exists()]
     if "all" in asked.names:
@@ -207,3 +226,35 @@ def _report(asked: ReportCommand, console: Console) -> int:
     for path in written:
         console.print(f"{path}", soft_wrap=True, highlight=False)
     return 0
+
+
+def _compare(asked: CompareCommand, console: Console) -> int:
+    from thinwire.studies.agreement import agreements
+
+    studies = _chosen(asked.names)
+    _check_folder("--results", asked.results)
+    _check_folder("others", asked.others)
+    with console.status("reading"):
+        found = agreements(studies, asked.results, asked.others)
+    if not found:
+        raise TrainingError(f"{asked.others}: it has no rows of the same study and size as {asked.results}")
+    lines = Table("study", "size")
+    for heading in ("claims", "the same"):
+        lines.add_column(heading, justify="right")
+    for one in found:
+        lines.add_row(one.study, one.size, str(len(one.pairs)), str(len(one.pairs) - len(one.differing)))
+    console.print(lines)
+    for one in found:
+        for pair in one.differing:
+            console.print(f"{one.study} {one.size}", highlight=False)
+            for root, claim in zip((asked.results, asked.others), pair, strict=True):
+                says = "nothing like it" if claim is None else claim.line.removeprefix("- ").replace("**", "")
+                console.print(f"  {root}: {says}", soft_wrap=True, highlight=False, markup=False)
+    total, differing = sum(len(one.pairs) for one in found), sum(len(one.differing) for one in found)
+    console.print(f"{total - differing} of {total} claims are the same", highlight=False)
+    return 1 if differing else 0
+
+
+def _check_folder(field: str, folder: Path) -> None:
+    if not folder.is_dir():
+        raise TrainingError(f"{field} {folder}: there is no such folder; thinwire study run makes rows in it")
