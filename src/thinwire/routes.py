@@ -1,7 +1,7 @@
 """How the payload of a bucket gets from each replica to all: `Gather` or `Owners`, one contract.
 
 `Gather` brings everyone's payload to everyone. With `Owners` each replica owns a part of the chunks: it gets everyone's
-records of these, combines them, and sends what is strongest to all, so that what a replica receives does not grow with their
+records of these, combines them, and sends what is strongest to all, so that what a replica receives hardly grows with their
 number. Either way there are R messages in the end that all replicas have alike, one from each: what is decided, is decided
 from their headers, and so in the same way everywhere.
 """

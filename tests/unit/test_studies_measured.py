@@ -21,6 +21,7 @@ from thinwire.lab.losses import Curve
 from thinwire.lab.rows import Cell
 from thinwire.pages.styles import COLOURS, DASHES, MARKS
 from thinwire.studies import (
+    frontier,
     q11_compressors,
     q12_time_to_loss,
     q13_breakdown,
@@ -130,6 +131,32 @@ def test_whole_runs_stand_beside_what_is_computed_and_may_say_otherwise(tmp_path
     assert "demo after 19 s, the first peer, adamw, after 4 s" in claim.text
     assert not claim.holds
     assert "whole_runs.png" in q12_time_to_loss.STUDY.draw([], tmp_path)
+
+
+def test_the_frontier_has_a_time_only_of_links_measured_at_its_own_size(tmp_path: Path) -> None:
+    """A peer that ends lower is found late or soon by the lab's steps, and a claim follows it."""
+    adamw, ours = (one for one in frontier.contenders("small") if one.name in ("adamw, averaged in full", "muon, k 64"))
+    rows = [
+        {"trial": one.at(one.rate, 0).facts, "loss": loss, "curve": [[120, loss]], "sent_bytes": sent, "parameters": 1}
+        for one, loss, sent in ((adamw, 2.0, 900), (ours, 3.0, 9))
+    ]
+    assert "100mbit" not in frontier.STUDY.find(rows, tmp_path).text
+    for size, seconds in (("cpu", 0.5), ("cpu_medium", 100.0)):
+        folder = tmp_path / frontier.LINKS / f"2000-01-01_{size}"
+        folder.mkdir(parents=True)
+        cells = [a_cell(adamw.name, "100mbit", 2 * seconds, 0.0), a_cell(ours.name, "100mbit", seconds, 0.0)]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(asdict(cell)) + "\n" for cell in cells))
+    finding = frontier.STUDY.find(rows, tmp_path)
+    assert "| muon, k 64 | 3.000 | 9 B | 60 |" in finding.text
+    assert "| adamw, averaged in full | 2.000 | 900 B | 120 |" in finding.text
+    (claim,) = [claim for claim in finding.claims if "100 Mbit/s" in claim.text]
+    assert claim.holds
+    late = [a_cell(adamw.name, "100mbit", 0.4, 0.0), a_cell(ours.name, "100mbit", 0.5, 0.0)]
+    path = tmp_path / frontier.LINKS / "2000-01-01_cpu" / "rows.jsonl"
+    path.write_text("".join(json.dumps(asdict(cell)) + "\n" for cell in late))
+    (claim,) = [claim for claim in frontier.STUDY.find(rows, tmp_path).claims if "100 Mbit/s" in claim.text]
+    assert not claim.holds
+    assert claim.text.endswith("in less time; muon, k 64: adamw, averaged in full")
 
 
 def test_a_best_rate_at_the_edge_says_so() -> None:

@@ -1,14 +1,16 @@
 """frontier: validation loss against bytes sent per step, for DeMo with several k, codecs and rules, and every peer."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from thinwire.lab.rows import Cell
 from thinwire.planner.links import format_bytes
 from thinwire.studies.figure import Drawing, Page, logarithmic, named_dots, title
 from thinwire.studies.labels import Named
-from thinwire.studies.measured import DEMO_MUON, KINDS, OURS, cells, curves
+from thinwire.studies.measured import KINDS, OURS, cells, curves, rounds
 from thinwire.studies.process_trials import ProcessTrial
 from thinwire.studies.q11_compressors import standings
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, text_trial
@@ -39,11 +41,17 @@ _PEERS: dict[str, tuple[float, dict[str, Any]]] = {
     "diloco": (2e-3, {"local_steps": 25}),
     "sparseloco": (2e-3, {"local_steps": 20}),
 }
-_LINK, _BITS_PER_SECOND = "100mbit", 100e6
+# Steps on it are measured by benchmarks/frontier_links.py.
+LINK, LINKS = "100mbit", "frontier_links"
+_ADAMW = "adamw, averaged in full"
 _LOSS = "validation loss (nats per byte)"
 _WORDS = (
     "*Not beaten*: none has a lower loss without more bytes, or fewer bytes without more loss, by the means over seeds. "
     "Bytes are what a replica sends, a payload counted once; those of what is averaged in full are a ring's, in bfloat16."
+)
+_TIME = (
+    "Seconds are the steps times the lab's median step, whole gradients first where a method begins with them: two hosts "
+    "with a CPU core each, real sockets at 100 Mbit/s, gradients averaged in float32."
 )
 
 
@@ -53,10 +61,10 @@ def _trial(size: str, optimizer: str, settings: Mapping[str, Any]) -> Trial:
     return text_trial(size, optimizer, 2, settings)
 
 
-def _contenders(size: str) -> list[Contender]:
-    found = [
-        Contender(f"{name}, averaged in full", _trial(size, name, {}), DENSE_RATES[size][name]) for name in ("adamw", "muon")
-    ]
+def contenders(size: str) -> list[Contender]:
+    """All methods and settings that are trained at a size."""
+    dense = {_ADAMW: "adamw", "muon, averaged in full": "muon"}
+    found = [Contender(name, _trial(size, one, {}), DENSE_RATES[size][one]) for name, one in dense.items()]
     for rule, start in DEMO_RULES[size].items():
         for topk in _TOPK[size]:
             found.append(Contender(f"{rule}, k {topk}", _trial(size, "demo", {**start.settings, "topk": topk}), start.rate))
@@ -73,12 +81,12 @@ def _contenders(size: str) -> list[Contender]:
 
 
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
-    return due(_contenders(size), rows, size, seeds_for(size))
+    return due(contenders(size), rows, size, seeds_for(size))
 
 
 @dataclass(frozen=True)
 class Point:
-    """A method's loss, what a replica sends per step, and seconds per step at 100 Mbit/s where they are known."""
+    """A method's loss, what a replica sends per step, and seconds of all steps at 100 Mbit/s where they are known."""
 
     name: str
     loss: float
@@ -87,6 +95,22 @@ class Point:
     is_ours: bool
     words: str
 
+    @property
+    def title(self) -> str:
+        """With whose it is."""
+        return f"DeMo {self.name}" if self.is_ours else self.name
+
+    @property
+    def rule(self) -> str:
+        """DeMo's update rule, which its settings are named after."""
+        return self.name.split(",")[0]
+
+    def is_late_beside(self, other: "Point") -> bool:
+        """Whether the other ends lower in less time, both measured."""
+        if self.seconds is None or other.seconds is None:
+            return False
+        return other.loss < self.loss and other.seconds < self.seconds
+
     def is_beaten_by(self, other: "Point") -> bool:
         """In loss without more bytes, or in bytes without more loss."""
         return (other.loss, other.sent) != (self.loss, self.sent) and other.loss <= self.loss and other.sent <= self.sent
@@ -94,63 +118,96 @@ class Point:
 
 def _points(rows: Sequence[Row], results: Path) -> list[Point]:
     """All methods, fewest bytes first. The lab's peers were trained as the full size is, and are left out beside others."""
-    found: dict[str, Outcome] = {}
-    has_peers = False
+    found: dict[str, Point] = {}
     for size in SIZES:
-        mine = outcomes(_contenders(size), rows)
-        found |= mine
-        has_peers = has_peers or (size == FULL and bool(mine))
-    points = []
-    measured = cells(results) if has_peers else {}
-    for name, one in found.items():
-        is_dense = "averaged" in name
-        is_ours = not is_dense and one.rows[0]["trial"]["optimizer"] == "demo"
-        sent = float(one.rows[0]["sent_bytes"])
-        points.append(Point(name, one.mean, sent, _seconds(sent, measured, is_dense), is_ours, one.words))
-    if has_peers:
-        for peer in standings(curves(results), cells(results)):
-            if peer.method not in (*OURS, "adamw"):
-                points.append(Point(peer.method, peer.loss, peer.sent, peer.cell.seconds, False, peer.tuned.words))
-    return sorted(points, key=lambda point: (point.sent, point.loss))
+        mine, measured = outcomes(contenders(size), rows), cells(results, source=LINKS, size=size)
+        found |= {name: _point(name, one, measured) for name, one in mine.items()}
+        if size == FULL and mine:
+            for peer in standings(curves(results), cells(results)):
+                if peer.method not in (*OURS, "adamw"):
+                    found[peer.method] = Point(peer.method, peer.loss, peer.sent, peer.seconds, False, peer.tuned.words)
+    return sorted(found.values(), key=lambda point: (point.sent, point.loss))
 
 
-def _seconds(sent: float, measured: Mapping[tuple[str, str], Any], is_dense: bool) -> float | None:
-    """The lab's step with DeMo's muon rule or AdamW, and the time of the bytes that are more or fewer on the link."""
-    cell = measured.get(("adamw" if is_dense else DEMO_MUON, _LINK))
-    return None if cell is None else float(max(cell.seconds + (sent - cell.meter_sent) * 8 / _BITS_PER_SECOND, cell.compute))
+def _point(name: str, one: Outcome, measured: Mapping[tuple[str, str], Cell]) -> Point:
+    row = one.rows[0]
+    trial, num_steps = row["trial"], row["curve"][-1][0]
+    cell, dense = measured.get((name, LINK)), measured.get((_ADAMW, LINK))
+    seconds = None
+    if cell is not None and dense is not None:
+        # Some begin with whole gradients, which the lab does not measure with them.
+        num_dense = trial["settings"].get("dense_steps", 0)
+        seconds = num_dense * dense.seconds + (num_steps - num_dense) * cell.seconds
+    return Point(name, one.mean, float(row["sent_bytes"]), seconds, trial["optimizer"] == "demo", one.words)
 
 
 def _find(rows: Sequence[Row], results: Path) -> Finding:
     points = _points(rows, results)
+    is_timed = any(point.seconds is not None for point in points)
     lines = []
     for point in points:
         is_best = not any(point.is_beaten_by(other) for other in points)
-        seconds = "" if point.seconds is None else f"{point.seconds:.2f}"
-        lines.append((point.name, point.words, format_bytes(point.sent), seconds, "not beaten" if is_best else ""))
+        seconds = [] if not is_timed else [""] if point.seconds is None else [f"{point.seconds:.3g}"]
+        lines.append((point.name, point.words, format_bytes(point.sent), *seconds, "not beaten" if is_best else ""))
+    heads = ("method", "loss", "sent per step", *([f"s in all, {LINK}"] if is_timed else []), "")
+    words = f"{_WORDS} {_TIME} {_noise(rows, results)}" if is_timed else _WORDS
+    return Finding(f"{table(heads, lines)}\n\n{words}", _claims(points), _answer(points))
+
+
+def _noise(rows: Sequence[Row], results: Path) -> str:
+    """How far apart the rounds of one setting are."""
+    steps: dict[str, list[float]] = {}
+    for size in (size for size in SIZES if outcomes(contenders(size), rows)):
+        for cell in rounds(results, LINKS, size):
+            steps.setdefault(cell.method, []).append(cell.seconds)
+    if not (several := [max(some) / min(some) for some in steps.values() if len(some) > 1]):
+        return ""
+    typical, most = statistics.median(several), max(several)
+    return (
+        f"The slowest round of a setting took {typical:.2f} times the fastest in the median, and {most:.2f} times at most."
+    )
+
+
+def _claims(points: Sequence[Point]) -> list[Claim]:
     claims = []
     peers = [point for point in points if not point.is_ours]
     for point in (point for point in points if point.is_ours):
         better = [other.name for other in peers if point.is_beaten_by(other)]
-        these = f"; these do: {', '.join(better)}" if better else ""
-        claims.append(Claim(f"no peer beats DeMo {point.name} in loss and bytes{these}", not better))
-    heads = ("method", "loss", "sent per step", f"s per step, {_LINK}", "")
-    shown = [place for place, _ in enumerate(heads) if place != 3 or any(line[3] for line in lines)]
-    cells = [[line[place] for place in shown] for line in (heads, *lines)]
-    return Finding(f"{table(cells[0], cells[1:])}\n\n{_WORDS}", claims, _answer(points))
+        claims.append(Claim(f"no peer beats DeMo {point.name} in loss and bytes{_these(better)}", not better))
+    timed = [point for point in points if point.is_ours and point.seconds is not None]
+    for rule in dict.fromkeys(point.rule for point in timed):
+        late = {
+            point.name: ", ".join(names)
+            for point in timed
+            if point.rule == rule and (names := [other.name for other in peers if point.is_late_beside(other)])
+        }
+        these = "".join(f"; {name}: {names}" for name, names in late.items())
+        claims.append(
+            Claim(f"at 100 Mbit/s no peer ends lower than DeMo with the {rule} rule in less time{these}", not late)
+        )
+    return claims
+
+
+def _these(names: Sequence[str]) -> str:
+    return f"; these do: {', '.join(names)}" if names else ""
 
 
 def _answer(points: Sequence[Point]) -> str:
     best = [point for point in points if not any(point.is_beaten_by(other) for other in points)]
     if not best:
         return ""
-    words = [
-        f"{'DeMo ' if point.is_ours else ''}{point.name} ({point.loss:.3f}, {format_bytes(point.sent)})" for point in best
-    ]
+    words = [f"{point.title} ({point.loss:.3f}, {format_bytes(point.sent)})" for point in best]
     ours = sum(point.is_ours for point in best)
-    return (
+    text = (
         f"Of {len(points)} methods and settings, {len(best)} are beaten by none in loss and bytes per step, {ours} of "
         f"them DeMo's: {'; '.join(words)}."
     )
+    soonest = [point for point in points if point.seconds is not None and not any(map(point.is_late_beside, points))]
+    if soonest:
+        soonest.sort(key=lambda point: point.seconds or 0.0)
+        words = [f"{point.title} ({point.loss:.3f}, {point.seconds:.3g} s)" for point in soonest]
+        text += f" In loss and time at 100 Mbit/s, these are: {'; '.join(words)}."
+    return text
 
 
 def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
@@ -163,12 +220,14 @@ def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     most = max(point.sent for point in points) / 1e3
     logarithmic(page.panels[0], [tick for tick in (1, 10, 100, 1000, 10_000, 100_000) if tick < 5 * most])
     title(page.panels[0], "Loss against bytes, 2 replicas", "kB sent per step and replica", _LOSS)
-    if timed:
-        _panel(page.panels[1], [(point, point.seconds or 0.0) for point in timed])
-        title(page.panels[1], "Loss against time at 100 Mbit/s", "seconds per step", _LOSS)
     caption = "Last validation loss, a mean over seeds, against what a replica sends per step"
     if timed:
-        caption += ", and against the time of a step at 100 Mbit/s: the network lab's, for DeMo with the bytes that differ"
+        costs = [point.seconds or 0.0 for point in timed]
+        _panel(page.panels[1], list(zip(timed, costs, strict=True)))
+        ticks = [digit * 10.0**power for power in range(4) for digit in (1, 2, 5)]
+        logarithmic(page.panels[1], [tick for tick in ticks if 0.7 * min(costs) < tick < 1.5 * max(costs)])
+        title(page.panels[1], "Loss against time at 100 Mbit/s, 2 replicas", "seconds of all steps", _LOSS)
+        caption += ", and against the time of all steps at 100 Mbit/s"
     return {"frontier.png": Drawing(page, f"{caption}. Diamonds are DeMo's.")}
 
 
@@ -188,5 +247,5 @@ STUDY = Study(
     find=_find,
     plan=_plan,
     draw=_draw,
-    sources=("lab", "lab_losses"),
+    sources=("lab", "lab_losses", LINKS),
 )

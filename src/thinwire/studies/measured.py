@@ -47,11 +47,16 @@ def link_words(link: str) -> str:
     return f"at {RATES[link]} Mbit/s" if link in RATES else "without a limit on the link"
 
 
-def cells(results: Path, num_hosts: int = 2) -> dict[tuple[str, str], Cell]:
+def rounds(results: Path, source: str = "lab", size: str | None = None) -> list[Cell]:
+    """All that the lab measured."""
+    folder = best_folder(results, source, size)
+    return [] if folder is None else [cell for cell in rows.read(folder / "rows.jsonl") if not cell.error]
+
+
+def cells(results: Path, num_hosts: int = 2, source: str = "lab", size: str | None = None) -> dict[tuple[str, str], Cell]:
     """What the lab measured, by method and link; its rounds as one."""
-    folder = best_folder(results, "lab")
-    found = [] if folder is None else rows.merge(rows.read(folder / "rows.jsonl"))
-    return {(cell.method, cell.link): cell for cell in found if cell.num_hosts == num_hosts and not cell.error}
+    found = rows.merge([cell for cell in rounds(results, source, size) if cell.num_hosts == num_hosts])
+    return {(cell.method, cell.link): cell for cell in found}
 
 
 def curves(results: Path, target: float | None = None) -> dict[str, Tuned]:

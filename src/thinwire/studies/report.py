@@ -20,6 +20,7 @@ from thinwire.studies.trials import Rows
 MADE_BY = {
     "lab": "thinwire lab compare",
     "lab_losses": "python benchmarks/lab_losses.py",
+    "frontier_links": "python benchmarks/frontier_links.py",
     "lab_runs": "python benchmarks/lab_runs.py",
     "step": "thinwire bench step",
     "received_bytes": "python benchmarks/received_bytes.py",
@@ -34,8 +35,8 @@ _INTRODUCTION = (
     "What readers of the DeMo paper asked, and what stored rows say. `thinwire study report` writes this page from the rows "
     "under `results/`, answers and claims included; a claim that does not hold stays. A study of the small size trains a "
     "model of 0.2 M parameters for 120 steps: it shows that the study runs, and its losses are no evidence. The medium size "
-    "trains the same model for 200 steps with three seeds, and with learning rates tuned alike wherever methods are "
-    "compared: evidence, but of very small models."
+    "trains the same model (0.36 M parameters in basis, q1 and q2) for 200 steps with three seeds, and with learning rates "
+    "tuned alike wherever methods are compared: evidence, but of very small models."
 )
 
 

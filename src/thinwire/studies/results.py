@@ -49,9 +49,10 @@ def rank(folder: Path) -> tuple[int, bool, str]:
     return SIZES.index(size_in(folder)), "_cpu" not in folder.name, folder.name
 
 
-def best_folder(root: Path, study: str) -> Path | None:
-    """What a report reads."""
+def best_folder(root: Path, study: str, size: str | None = None) -> Path | None:
+    """What a report reads, of one size or of any."""
     known = [path for path in (root / study).glob("*_*") if (path / "rows.jsonl").exists()]
+    known = [path for path in known if size in (None, size_in(path))]
     return max(known, key=rank, default=None)
 
 

@@ -152,7 +152,7 @@ class OptimConfig:
     """DeMo: what to do about a payload that is damaged or forged; drop lets the others count."""
     exchange: Literal["all_gather", "owner", "auto"] = "all_gather"
     """DeMo: all_gather brings everyone's payload to everyone; with owner each replica combines a part of the chunks for all,
-    so that what is received does not grow with their number; auto takes the one that fits."""
+    so that what is received hardly grows with their number; auto takes the one that fits."""
     owner_topk: int = 0
     """DeMo: coefficients per chunk that owners answer with, in an owner exchange; 0: eight times topk."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
