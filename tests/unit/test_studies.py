@@ -218,6 +218,23 @@ def test_what_was_sent_can_be_put_back_in_part() -> None:
         torch.testing.assert_close(few, many, rtol=1e-4, atol=1e-8)
 
 
+@pytest.mark.parametrize(("values", "has_errors"), [("float32", False), ("int4", True), ("sign", True)])
+def test_what_a_codec_rounds_away_can_be_dropped(values: str, has_errors: bool) -> None:
+    """Then a coefficient that was sent is 0 afterwards, and one that was not is what it would be anyway."""
+
+    def momenta(keeps_errors: bool) -> list[torch.Tensor]:
+        settings = {**TINY, "values": values, "topk": 40}
+        simulation = Trial("quickstart", 2, settings=settings, keeps_errors=keeps_errors).build(CPU)
+        simulation.take_step()
+        tensors = simulation.method.replicas[1].tensors  # type: ignore[union-attr]
+        return [tensor.momentum_CE for tensor in tensors if tensor.parameter.ndim == 2]  # others have a codec of their own
+
+    pairs = list(zip(momenta(True), momenta(False), strict=True))
+    assert any(not torch.equal(usual, dropped) for usual, dropped in pairs) == has_errors
+    for usual, dropped in pairs:
+        assert ((dropped == usual) | (dropped == 0)).all()
+
+
 def test_topk_can_change_after_half_of_the_steps() -> None:
     few, more, both = (
         Trial("quickstart", 2, settings={**TINY, "topk": topk}, later_topk=then).run(CPU)
@@ -225,7 +242,7 @@ def test_topk_can_change_after_half_of_the_steps() -> None:
     )
     assert both["sent_bytes"] == pytest.approx((few["sent_bytes"] + more["sent_bytes"]) / 2, abs=1)
     assert len({row["loss"] for row in (few, more, both)}) == 3
-    with pytest.raises(TrainingError, match="later_topk and returned are for DeMo, not for optimizer=adamw"):
+    with pytest.raises(TrainingError, match="returned and keeps_errors are for DeMo, not for optimizer=adamw"):
         Trial("quickstart", 2, "adamw", settings=TINY, later_topk=64).build(CPU)
     with pytest.raises(TrainingError, match="later_topk=64 is not simulated where there is a delay or are owners"):
         Trial("quickstart", 2, settings={**TINY, "delay": 1}, later_topk=64).build(CPU)

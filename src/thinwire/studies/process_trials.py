@@ -31,7 +31,7 @@ class ProcessTrial(Trial):
         beside_the_run = replace(self, recipe="", replicas=1, optimizer="demo", settings={})
         if beside_the_run != type(self)("", 1):
             raise TrainingError(
-                "absent, lost, kept, apart, later_topk and returned are for the simulator, not for processes"
+                "absent, lost, kept, apart, later_topk, returned and keeps_errors are for the simulator, not for processes"
             )
         run = replace(config.run, tensorboard=False, sample_tokens=0, checkpoint_every=0)
         with TemporaryDirectory() as name:

@@ -25,6 +25,7 @@ from thinwire.studies import (
     q18_reproduce,
     q19_figures,
     recipe,
+    search,
 )
 from thinwire.studies.study import Study
 
@@ -52,6 +53,7 @@ _MODULES = (
     owners,
     faults,
     recipe,
+    search,
     frontier,
 )
 STUDIES: dict[str, Study] = {module.STUDY.name: module.STUDY for module in _MODULES}

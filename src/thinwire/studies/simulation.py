@@ -164,6 +164,8 @@ class VirtualReplicas:
         self.watchers: list[Watcher] = []
         self.returned = 0.0
         """The share of what a replica has sent that goes back into its momentum."""
+        self.keeps_errors = True
+        """Whether what the codec rounded away stays in the momentum."""
         self._has_trouble = torch.zeros((), dtype=torch.bool, device=self.payloads_RB.device)
 
     def _first_momenta(self) -> list[Tensor]:
@@ -219,22 +221,24 @@ class VirtualReplicas:
         if "torch" in local.backends:
             _check_finite([tensor.gradient for tensor in local.tensors])
         local.encode_(self._bucket, groups, room)
-        if is_lost or self.returned:
-            self._put_back(local, room, 1.0 if is_lost else self.returned)
+        if is_lost or self.returned or not self.keeps_errors:
+            self._leave(local, room, is_lost)
         for stack in self._bucket.stacks:
             local.steps[stack].forget()
         for watch in self.watchers:
             watch(replica, local)
 
-    @staticmethod
-    def _put_back(local: LocalStep, room: Encoding, share: float) -> None:
-        """Return a share of what was sent to the momenta."""
-        without = [tensor.momentum_CE.clone() for tensor in local.tensors]
+    def _leave(self, local: LocalStep, room: Encoding, is_lost: bool) -> None:
+        """Leave in the momenta what `returned` and `keeps_errors` say; all of it where the payload was lost."""
+        usual = [tensor.momentum_CE.clone() for tensor in local.tensors]
         local.keep_units(room)
         local.give_back_(room)
-        if share < 1:
-            for tensor, momentum_CE in zip(local.tensors, without, strict=True):
-                tensor.momentum_CE.lerp_(momentum_CE, 1 - share)
+        if is_lost:
+            return
+        for tensor, left_CE in zip(local.tensors, usual, strict=True):
+            if not self.keeps_errors:
+                left_CE.masked_fill_(tensor.momentum_CE != left_CE, 0.0)
+            tensor.momentum_CE.lerp_(left_CE, 1 - self.returned)
 
     def _apply(self, sent: Sent) -> None:
         if self.owner is None:

@@ -39,7 +39,8 @@ class Trial:
     """One training: a recipe for R replicas, and what differs from it (`thinwire.training.config`). ``absent`` and ``lost``
     are as in `Weather`, ``apart`` as in `Simulation`. ``kept`` is the share of what was not sent that a replica keeps after
     each step; DeMo keeps all. ``later_topk`` is what ``topk`` becomes after half of the steps; 0 leaves it as it is.
-    ``returned`` is the share of what was sent that a replica puts back into its momentum; with DeMo none."""
+    ``returned`` is the share of what was sent that a replica puts back into its momentum; with DeMo none. ``keeps_errors``
+    is whether what the codec rounded away stays there, as it does with DeMo."""
 
     recipe: str
     replicas: int
@@ -51,6 +52,7 @@ class Trial:
     apart: bool = False
     later_topk: int = 0
     returned: float = 0.0
+    keeps_errors: bool = True
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -74,7 +76,7 @@ class Trial:
         weather = Weather(self.absent, self.lost, config.run.seed)
         simulation = Simulation(config, self.replicas, device, weather, self.apart, data=_data_of(config, device))
         if isinstance(simulation.method, VirtualReplicas):
-            simulation.method.returned = self.returned
+            simulation.method.returned, simulation.method.keeps_errors = self.returned, self.keeps_errors
             if self.kept != 1:
                 simulation.method.watchers.append(_keeping(self.kept))
         return simulation
@@ -84,8 +86,10 @@ class Trial:
         check_float("kept", self.kept, 0.0, 1.0)
         check_float("returned", self.returned, 0.0, 1.0)
         check_int("later_topk", self.later_topk, 0)
-        if (self.kept, self.later_topk, self.returned) != (1, 0, 0) and self.optimizer not in DECOUPLED_OPTIMIZERS:
-            raise TrainingError(f"kept, later_topk and returned are for DeMo, not for optimizer={self.optimizer}")
+        is_plain = (self.kept, self.later_topk, self.returned, self.keeps_errors) == (1, 0, 0, True)
+        if not is_plain and self.optimizer not in DECOUPLED_OPTIMIZERS:
+            what = "kept, later_topk, returned and keeps_errors are"
+            raise TrainingError(f"{what} for DeMo, not for optimizer={self.optimizer}")
         if self.later_topk and (config.optim.delay or config.optim.exchange == OWNER):
             raise TrainingError(f"later_topk={self.later_topk} is not simulated where there is a delay or are owners")
         if self.later_topk and config.optim.topk_of:

@@ -1,0 +1,180 @@
+"""search: AdamW and DeMo, searched alike. One setting at a time, each with learning rates of its own.
+
+The recipe's settings were found by a search that AdamW did not have. Here it has one, too.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from thinwire.studies.figure import Drawing, Page, dot, rule, title
+from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, text_trial
+from thinwire.studies.study import MEDIUM, SIZES, SMALL, Claim, Finding, Study, table
+from thinwire.studies.trials import Row, Trial
+from thinwire.studies.tuning import Contender, Outcome, due, is_below, outcomes
+
+ADAMW, DEMO = "AdamW", "DeMo, muon rule"
+_AS_IT_IS = "as it is"
+_NO_ERRORS = {"keeps_errors": False}
+# What both have, and what is each one's own; k by the kind of layer, or by half of the steps, with about as many bytes.
+_SCHEDULES: tuple[dict[str, Any], ...] = (
+    {"warmup_steps": 5},
+    {"warmup_steps": 50},
+    {"final_lr_share": 0.0},
+    {"schedule": "linear"},
+    {"clip": 0.0},
+    {"weight_decay": 0.01},
+    {"weight_decay": 0.1},
+)
+_VARIED: dict[str, tuple[dict[str, Any], ...]] = {
+    ADAMW: (
+        *({"beta1": beta} for beta in (0.8, 0.95)),
+        *({"beta2": beta} for beta in (0.9, 0.99, 0.999)),
+        *_SCHEDULES,
+    ),
+    DEMO: (
+        *({"momentum_decay": decay} for decay in (0.9, 0.98)),
+        *({"combine": combine} for combine in ("mean_over_senders", "majority_vote")),
+        *({"values": values} for values in ("sign_scale", "int4")),
+        _NO_ERRORS,
+        {"values": "int4", **_NO_ERRORS},
+        *({"topk_of": kinds} for kinds in ("attn=32,mlp=96", "attn=96,mlp=32", "embed=128")),
+        *({"topk": first, "later_topk": then} for first, then in ((32, 96), (96, 32))),
+        {"returned": 0.5},
+        {"rest_update": "sign", "rest_lr": 4e-3},
+        *_SCHEDULES,
+    ),
+}
+_OF_TRIALS = {one.name for one in fields(Trial)}
+
+
+def _base(size: str, method: str) -> tuple[Trial, float]:
+    """Where a search begins, and the learning rate there."""
+    if method == ADAMW:
+        return text_trial(size, "adamw"), DENSE_RATES[size]["adamw"]
+    start = DEMO_RULES[size]["muon"]
+    return text_trial(size, settings=start.settings), start.rate
+
+
+def _varied(trial: Trial, what: Mapping[str, Any]) -> Trial:
+    settings = {name: value for name, value in what.items() if name not in _OF_TRIALS}
+    others = {name: value for name, value in what.items() if name in _OF_TRIALS}
+    return replace(trial, settings={**trial.settings, **settings}, **others)
+
+
+def words_for(what: Mapping[str, Any]) -> str:
+    """What differs, as the configuration calls it."""
+    return ", ".join(f"{name} {str(value).lower()}" for name, value in what.items()) or _AS_IT_IS
+
+
+def contenders(size: str) -> dict[tuple[str, str], Contender]:
+    """By method and what differs; as they are, first. In the small size each has one difference."""
+    found = {}
+    for method, varied in _VARIED.items():
+        trial, rate = _base(size, method)
+        for what in ({}, *(varied[:1] if size == SMALL else varied)):
+            found[method, words_for(what)] = Contender(f"{method}, {words_for(what)}", _varied(trial, what), rate)
+    return found
+
+
+def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
+    return due(list(contenders(size).values()), rows, size)
+
+
+def _found(rows: Sequence[Row]) -> dict[str, dict[str, Outcome]]:
+    """Of the largest size that was run, by method and what differs."""
+    for known in map(contenders, reversed(SIZES)):
+        if outcomes_by_name := outcomes(list(known.values()), rows):
+            found: dict[str, dict[str, Outcome]] = {}
+            for (method, what), one in known.items():
+                if one.name in outcomes_by_name:
+                    found.setdefault(method, {})[what] = outcomes_by_name[one.name]
+            return found
+    return {}
+
+
+def _compared(one: Outcome, base: Outcome) -> str:
+    """Every seed of the one beside every seed of the other."""
+    return "lower" if is_below(one, base) else "higher" if is_below(base, one) else "alike"
+
+
+def _find(rows: Sequence[Row], results: Path) -> Finding:
+    lines = []
+    for method, mine in _found(rows).items():
+        base = mine.get(_AS_IT_IS)
+        for what, one in sorted(mine.items(), key=lambda pair: pair[1].mean):
+            beside = "" if base is None or one is base else f"{one.mean - base.mean:+.3f}, {_compared(one, base)}"
+            sent = f"{one.rows[0]['sent_bytes']:,}"
+            lines.append((method, what, one.words, beside, sent, f"{one.rate:g}", str(one.tries)))
+    heads = ("method", "what differs", "loss", "beside as it is", "bytes sent per step", "learning rate", "rates tried")
+    words = (
+        "*Lower* and *higher*: every seed is, than every seed of the method as it is; else they are *alike*. Means over "
+        "seeds. The best of many settings is partly luck; of the two methods the one with more settings has more of it."
+    )
+    claims = _claims(_found(rows))
+    return Finding(f"{table(heads, lines, 2)}\n\n{words}", claims, _answer(_found(rows), claims))
+
+
+def _best(mine: Mapping[str, Outcome]) -> tuple[str, Outcome]:
+    return min(mine.items(), key=lambda pair: pair[1].mean)
+
+
+def _claims(found: Mapping[str, Mapping[str, Outcome]]) -> list[Claim]:
+    if len(found) < len(_VARIED) or any(_AS_IT_IS not in mine for mine in found.values()):
+        return []
+    (what, best), base = _best(found[ADAMW]), found[DEMO][_AS_IT_IS]
+    searched = f"AdamW at the best of {len(found[ADAMW])} settings, {what} ({base.mean:.3f} and {best.mean:.3f})"
+    claims = [Claim(f"DeMo as it is ends below {searched}", is_below(base, best))]
+    for method, mine in found.items():
+        lower = [what for what, one in mine.items() if is_below(one, mine[_AS_IT_IS])]
+        others = f"; these do: {'; '.join(lower)}" if lower else ""
+        claims.append(Claim(f"no other setting of {method} ends below it as it is{others}", not lower))
+    for with_errors, without in (
+        (_AS_IT_IS, words_for(_NO_ERRORS)),
+        ("values int4", f"values int4, {words_for(_NO_ERRORS)}"),
+    ):
+        if with_errors in found[DEMO] and without in found[DEMO]:
+            kept, dropped = found[DEMO][with_errors], found[DEMO][without]
+            bits = "4 bits" if "int4" in without else "1 bit"
+            text = f"with {bits}, keeping what the codec rounds away lowers the loss by {dropped.mean - kept.mean:.3f}"
+            claims.append(Claim(text, is_below(kept, dropped)))
+    return claims
+
+
+def _answer(found: Mapping[str, Mapping[str, Outcome]], claims: Sequence[Claim]) -> str:
+    if not claims:
+        return ""
+    parts = []
+    for method, mine in found.items():
+        what, best = _best(mine)
+        parts.append(f"{method} {mine[_AS_IT_IS].mean:.3f} as it is, {best.mean:.3f} with {what}, the best of {len(mine)}")
+    lead = "It does: DeMo without a search is below AdamW with one" if claims[0].holds else "Not beyond what seeds do"
+    return f"{lead}. Last losses: {'; '.join(parts)}."
+
+
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
+    found = _found(rows)
+    page = Page(max(1, len(found)), width=5.2)
+    for axes, (method, mine) in zip(page.panels, found.items(), strict=False):
+        ordered = sorted(mine.items(), key=lambda pair: pair[1].mean)
+        for index, (what, one) in enumerate(ordered):
+            for loss in one.losses:
+                dot(axes, index, loss, "", 0 if what == _AS_IT_IS else 1)
+        if _AS_IT_IS in mine:
+            rule(axes, mine[_AS_IT_IS].mean, _AS_IT_IS)
+        axes.set_xticks(range(len(ordered)), [what for what, _ in ordered], rotation=90, fontsize=7)
+        title(axes, method, "", "validation loss (nats per byte)")
+    caption = "Last validation loss of every seed, one setting changed at a time, each at its best learning rate."
+    return {"search.png": Drawing(page, caption)}
+
+
+STUDY = Study(
+    "search",
+    "Both searched alike",
+    "Does DeMo stay ahead of AdamW if AdamW's settings are searched, too, and which of DeMo's matter?",
+    find=_find,
+    plan=_plan,
+    draw=_draw,
+    sizes=(SMALL, MEDIUM),
+)
