@@ -21,7 +21,8 @@ _DCT = next(iter(FIXED))
 # In the small size there is time for the two that differ most.
 _BASES = {size: (_DCT, "identity") if size == SMALL else tuple(FIXED) for size in SIZES}
 # Kernels and whole numbers know the DCT alone, so none has them.
-_PLAIN = {"kernels": "torch", "exact_decode": False}
+PLAIN = {"kernels": "torch", "exact_decode": False}
+"""Settings of a training that may have any basis."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def _contenders(size: str) -> dict[Case, Contender]:
     shape = {} if size == FULL else POWERS_OF_TWO
     found = {}
     for rule, start in DEMO_RULES[size].items():
-        trial = text_trial(size, settings={**shape, **start.settings, **_PLAIN})
+        trial = text_trial(size, settings={**shape, **start.settings, **PLAIN})
         for basis in _BASES[size]:
             found[rule, basis] = Contender(f"{rule} rule, {basis}", BasisTrial(**vars(trial), basis=basis), start.rate)
     return found
