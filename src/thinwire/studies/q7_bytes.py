@@ -26,7 +26,7 @@ from thinwire.studies.results import folders_of
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, text_trial
 from thinwire.studies.study import FULL, MEDIUM, SMALL, Claim, Finding, Study, table
 from thinwire.studies.trials import Row, Rows, Trial, train
-from thinwire.studies.tuning import Contender, Outcome, outcomes
+from thinwire.studies.tuning import Contender, Outcome, outcomes, rows_of, seeds_for
 
 TOPKS = (1, 2, 4, 8, 16, 32, 64)
 _RULES = tuple(DEMO_RULES[FULL])
@@ -65,29 +65,34 @@ class StepTime(Trial):
         return {"median_step_seconds": chance.uniform(0.01, 0.02)}
 
 
-def _trial(size: str, method: str, topk: int = 0) -> StepTime:
+def _contender(size: str, method: str, topk: int = 0) -> Contender:
     """``method`` is an update rule, or AdamW."""
     if method == _ADAMW:
-        whole = text_trial(size, _ADAMW, 1, {"lr": DENSE_RATES[size][_ADAMW]})
+        whole, rate = text_trial(size, _ADAMW, 1), DENSE_RATES[size][_ADAMW]
     else:
         start = DEMO_RULES[size][method]
-        whole = text_trial(size, "demo", 1, {**start.settings, "lr": start.rate, "topk": topk})
+        whole, rate = text_trial(size, "demo", 1, {**start.settings, "topk": topk}), start.rate
     share = whole.config.schedule.batch // _SHARING
-    return StepTime(**vars(replace(whole, settings={**whole.settings, **_SHORT, "batch": share})))
+    trial = StepTime(**vars(replace(whole, settings={**whole.settings, **_SHORT, "batch": share})))
+    return Contender(f"{method} {topk}", trial, rate)
 
 
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
-    return [_trial(size, _ADAMW), *(_trial(size, update, topk) for update in _RULES for topk in TOPKS)]
+    """Rounds, of which each measures all, so that an hour that is slow is slow for all."""
+    all_of_them = [_contender(size, _ADAMW), *(_contender(size, update, topk) for update in _RULES for topk in TOPKS)]
+    return [one.at(one.rate, seed) for seed in seeds_for(size) for one in all_of_them]
 
 
 def _size_of(rows: Sequence[Row]) -> str:
+    """That of the model, which the small and the medium size have alike."""
     known = {row["trial"]["recipe"] for row in rows}
     return FULL if text_trial(FULL).recipe in known else SMALL
 
 
-def _seconds(rows: Sequence[Row], trial: Trial) -> float | None:
-    """Of a step of a replica alone."""
-    return next((row["median_step_seconds"] for row in rows if row["trial"] == trial.facts), None)
+def _seconds(rows: Sequence[Row], contender: Contender) -> float | None:
+    """Of a step of a replica alone: the median of rounds."""
+    found = [row["median_step_seconds"] for row in rows_of(contender, rows)]
+    return statistics.median(found) if found else None
 
 
 def _newest(results: Path, study: Study, contenders: Sequence[Contender]) -> dict[str, Outcome]:
@@ -134,7 +139,7 @@ class Reading:
 
     def local(self, update: str) -> dict[int, float]:
         """Seconds of a step of a replica alone, by k."""
-        found = {topk: _seconds(self.rows, _trial(self.size, update, topk)) for topk in TOPKS}
+        found = {topk: _seconds(self.rows, _contender(self.size, update, topk)) for topk in TOPKS}
         return {topk: seconds for topk, seconds in found.items() if seconds is not None}
 
     def linked(self, update: str, link: Link) -> dict[int, float]:
@@ -147,7 +152,7 @@ class Reading:
     @property
     def adamw_local(self) -> float | None:
         """Seconds of a step of AdamW alone."""
-        return _seconds(self.rows, _trial(self.size, _ADAMW))
+        return _seconds(self.rows, _contender(self.size, _ADAMW))
 
     def adamw_linked(self, link: Link) -> float | None:
         """The same with gradients in bfloat16, none of them hidden behind backward."""
@@ -336,5 +341,4 @@ STUDY = Study(
     draw=_draw,
     sources=("q4", "q5"),
     alone=True,
-    sizes=(SMALL, FULL),
 )

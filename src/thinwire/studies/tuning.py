@@ -92,19 +92,20 @@ def outcomes(contenders: Sequence[Contender], rows: Sequence[Row]) -> dict[str, 
 
 def outcome(contender: Contender, rows: Sequence[Row]) -> Outcome | None:
     """What came of a contender; None if nothing has, or every training of it failed."""
-    seeds = {row["trial"]["settings"].get("seed", 0) for row in _own(contender, rows)}
+    seeds = {row["trial"]["settings"].get("seed", 0) for row in rows_of(contender, rows)}
     if not seeds:
         return None
     known = _tried(contender, rows, min(seeds))
     best = min(known, key=lambda rate: known[rate])
-    tried = [row for row in _own(contender, rows) if row["trial"]["settings"]["lr"] == best]
+    tried = [row for row in rows_of(contender, rows) if row["trial"]["settings"]["lr"] == best]
     mine = [row for row in tried if row["loss"] is not None]
     mine.sort(key=lambda row: row["trial"]["settings"].get("seed", 0))
     losses = [row["loss"] for row in mine]
     return Outcome(best, losses, mine, len(known), len(tried) - len(mine)) if mine else None
 
 
-def _own(contender: Contender, rows: Sequence[Row]) -> list[Row]:
+def rows_of(contender: Contender, rows: Sequence[Row]) -> list[Row]:
+    """Its trainings, with all learning rates and seeds."""
     wanted = _without_tuning(contender.trial.facts)
     return [row for row in rows if _without_tuning(row["trial"]) == wanted]
 
@@ -116,7 +117,7 @@ def _without_tuning(facts: dict[str, Any]) -> dict[str, Any]:
 
 def _tried(contender: Contender, rows: Sequence[Row], seed: int) -> dict[float, float]:
     """The loss at each learning rate with one seed; infinite where training failed."""
-    mine = [row["trial"]["settings"] | {"loss": row["loss"]} for row in _own(contender, rows)]
+    mine = [row["trial"]["settings"] | {"loss": row["loss"]} for row in rows_of(contender, rows)]
     infinity = float("inf")
     return {one["lr"]: infinity if one["loss"] is None else one["loss"] for one in mine if one.get("seed", 0) == seed}
 
