@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from thinwire import cli
-from thinwire.studies import questions
+from thinwire.studies import questions, search
 from thinwire.studies.q4_why_k import MemoryTrial
 from thinwire.studies.questions import STUDIES
 from thinwire.studies.results import best_folder, book_of, folder_for, size_in, stored, write_summary
@@ -220,20 +220,23 @@ def test_what_was_sent_can_be_put_back_in_part() -> None:
 
 @pytest.mark.parametrize(("values", "has_errors"), [("float32", False), ("int4", True), ("sign", True)])
 def test_what_a_codec_rounds_away_can_be_dropped(values: str, has_errors: bool) -> None:
-    """Then a coefficient that was sent is 0 afterwards, and one that was not is what it would be anyway."""
+    """Then a coefficient that was sent is 0 afterwards, and one that was not is what it would be anyway; as are tensors that
+    are so small that a share of every element is sent."""
 
-    def embedding(keeps_errors: bool) -> torch.Tensor:
-        """Its momentum; the other tensors are so small that they have a codec of their own."""
+    def momenta(keeps_errors: bool) -> dict[str, torch.Tensor]:
         settings = {**TINY, "values": values, "topk": 40}
         simulation = Trial("quickstart", 2, settings=settings, keeps_errors=keeps_errors).build(CPU)
         simulation.take_step()
         local = simulation.method.replicas[1]  # type: ignore[union-attr]
-        return local.tensors[local.names.index("model.embed_tokens.weight")].momentum_CE
+        return {name: tensor.momentum_CE for name, tensor in zip(local.names, local.tensors, strict=True)}
 
-    usual, dropped = embedding(True), embedding(False)
-    differs = usual != dropped
+    usual, dropped = momenta(True), momenta(False)
+    differs = usual.pop("model.embed_tokens.weight") != (embedding := dropped.pop("model.embed_tokens.weight"))
     assert bool(differs.any()) == has_errors
-    assert not dropped[differs].any()
+    assert not embedding[differs].any()
+    assert len(usual) > 5
+    for name, momentum_CE in usual.items():
+        assert torch.equal(momentum_CE, dropped[name])
 
 
 def test_topk_can_change_after_half_of_the_steps() -> None:
@@ -271,6 +274,18 @@ def test_a_rate_is_sought_where_it_may_be_better() -> None:
     assert found.tries == 5
     other = Contender("d", replace(contender.trial, replicas=3), 1.0)
     assert outcome(other, rows) is None
+
+
+@pytest.mark.parametrize("size", STUDIES["search"].sizes)
+def test_what_is_searched_differs_from_what_there_is(size: str) -> None:
+    known = search.contenders(size)
+    for (method, what), one in known.items():
+        base = known[method, "as it is"]
+        assert (
+            one is base
+            or one.trial.config != base.trial.config
+            or replace(base.trial, settings={}) != replace(one.trial, settings={})
+        ), f"{method}, {what} changes nothing"
 
 
 def test_a_claim_that_does_not_hold_says_so() -> None:

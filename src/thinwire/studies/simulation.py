@@ -235,8 +235,10 @@ class VirtualReplicas:
         local.give_back_(room)
         if is_lost:
             return
-        for tensor, left_CE in zip(local.tensors, usual, strict=True):
-            if not self.keeps_errors:
+        # A dense tensor sends a share of all its elements: what stays of them is not an error.
+        whole = {entry.tensor for stack in self._bucket.stacks if stack.share == 1 for entry in stack.entries}
+        for index, (tensor, left_CE) in enumerate(zip(local.tensors, usual, strict=True)):
+            if index in whole and not self.keeps_errors:
                 left_CE.masked_fill_(tensor.momentum_CE != left_CE, 0.0)
             tensor.momentum_CE.lerp_(left_CE, 1 - self.returned)
 

@@ -52,7 +52,9 @@ def build_model(config: TrainConfig, sizes: Sizes) -> nn.Module:
         _load_pretrained(kind, name) if config.model.pretrained else kind.from_config(model_config, dtype=torch.float32)
     )
     if config.model.activation_checkpointing:
-        model.gradient_checkpointing_enable()  # type: ignore[operator]
+        # Its name since transformers 5.22, and the one before.
+        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+        next(getattr(model, name) for name in names if hasattr(model, name))()
     return model
 
 
