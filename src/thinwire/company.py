@@ -4,7 +4,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
@@ -12,11 +11,13 @@ from torch import Tensor
 from thinwire.attempt import Attempt, announce_plan, give_up_
 from thinwire.core.errors import ThinwireError, check_float
 from thinwire.exchange.agreement import AllGather, hold_roll_call
+from thinwire.exchange.apart import group_apart, says_apart
 from thinwire.exchange.collective import is_distributed
 from thinwire.exchange.dealing import Dealing
 from thinwire.exchange.islands import divide
 from thinwire.exchange.plan import ExchangePlan, digest_of
 from thinwire.exchange.sharding import Island, find_island
+from thinwire.exchange.signed import choose_transport
 from thinwire.exchange.traffic import Traffic
 from thinwire.exchange.transport import Transport, metered
 from thinwire.gradients import check_own_gradients
@@ -46,12 +47,14 @@ class Company:
         self.traffic = Traffic()
         self.is_torn = False
         """Whether an error has ended an update halfway."""
-        if keeps_apart and islands is None and transport is None and process_group is None and is_distributed():
-            process_group = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
         ways = divide(islands, transport, process_group, timeout_seconds, secret, self.traffic.setup)
         self.transport, self.inside = ways
+        is_apart = keeps_apart and islands is None and transport is None and process_group is None and not self.is_alone
+        if is_apart:
+            group = group_apart(metered(self.transport, self.traffic.setup), timeout_seconds)
+            self.transport = choose_transport(None, group, timeout_seconds, secret, self.traffic.setup)
         # Ranks with islands compare those first: who has none must say so in the same place.
-        self._says_first = ["islands: None"] if islands is None else []
+        self._says_first = says_apart(is_apart) if islands is None else []
         self.dealing = Dealing(self.inside.rank, self.inside.num_ranks)
         self.refused: Counter[int] = Counter()
         self.received = ""
@@ -66,9 +69,9 @@ class Company:
     @contextmanager
     def torn_on_error(self) -> Iterator[None]:
         """What fails inside leaves parameters of which some have taken the step and others not."""
-        self.is_torn = True
+        before, self.is_torn = self.is_torn, True
         yield
-        self.is_torn = False
+        self.is_torn = before  # a later step does not mend an earlier one
 
     def check_whole(self) -> None:
         """Raise where such parameters would be trained or saved."""

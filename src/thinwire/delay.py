@@ -75,9 +75,9 @@ class Delay:
 
     def drain_(self, finish: Callable[[Attempt], None]) -> None:
         """Finish what is under way; the parameters are the true ones afterwards, also where that fails."""
-        self.settle(finish)
-        attempt, self.under_way = self.under_way, None
         try:
+            self.settle(finish)
+            attempt, self.under_way = self.under_way, None
             if attempt is not None:
                 finish(attempt)
         finally:

@@ -252,13 +252,16 @@ class Membership:
                 self._transport.copy_(payloads_RB, f"payloads of the last step, bucket {bucket}", source, followers)
             if own in followers:
                 self._attempted = 0  # if it cannot follow now, it will not be able to later
-                known.catch_up_(given, optimizer._decoding)
+                with optimizer._company.torn_on_error():
+                    known.catch_up_(given, optimizer._decoding)
                 optimizer._count(1)
                 self.end(known)
                 return True
         if attempt is None:
             return own in copiers
-        if own in copiers:
+        if optimizer._company.is_torn:
+            pass  # everyone had received it, and others may have applied it
+        elif own in copiers:
             # The gradient stays in the momentum, and so does what was sent: nobody has received it.
             attempt.be_late().take_back_()
         else:

@@ -319,7 +319,8 @@ class DeMo(Optimizer):
             self._count(-1)
             self._handle_trouble(troubled, attempt.names)
         elif attempt.refused:
-            attempt.apply_late_(self._decoding)
+            with self._company.torn_on_error():
+                attempt.apply_late_(self._decoding)
 
     def _count(self, steps: int) -> None:
         for group in self.param_groups:

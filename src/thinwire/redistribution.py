@@ -143,7 +143,7 @@ def _wanted(optimizer: DeMo) -> dict[int, _Piece]:
     for number, group in enumerate(optimizer.param_groups):
         for index, (spec, parameter) in enumerate(specs_of(group, number, optimizer._company.dealing.shares), first):
             # What is frozen now may have been trained before, and may be again.
-            is_frozen, cut = parameter not in optimizer.state, _cut(spec.shape, spec.part, group)
+            is_frozen, cut = not parameter.requires_grad, _cut(spec.shape, spec.part, group)
             pieces[index] = _Piece(spec, cut, group, parameter.dtype, is_frozen)
         first += len(group["params"])
     return pieces

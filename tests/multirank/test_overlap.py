@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 
 from tests.ranks import run_ranks
 from tests.training import batch, build, flat, train
@@ -439,6 +440,21 @@ def _log_losses(rank: int) -> Tensor:
         dist.all_reduce(total)
         optimizer.step()
     return flat(model)
+
+
+def _overlap_of_one(rank: int) -> tuple[str, int]:
+    with pytest.raises(AgreementError) as caught:
+        DeMo(nn.Linear(32, 32).parameters(), overlap=rank == 0, timeout_seconds=20)
+    for _ in range(3):
+        DeMo(nn.Linear(32, 32).parameters(), overlap=True, timeout_seconds=20)
+    return str(caught.value), len(distributed_c10d._world.pg_map)
+
+
+def test_ranks_that_differ_in_overlap_say_so_and_optimizers_share_a_group() -> None:
+    for words, num_groups in run_ranks(_overlap_of_one, 2):
+        assert "a process group of its own, for overlap: True" in words
+        assert "a process group of its own, for overlap: False" in words
+        assert num_groups == 2
 
 
 def test_exchanges_of_the_training_loop_do_not_meet_the_optimizers() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.training import build, flat, train_step
-from thinwire import AgreementError, DeMo, ExchangeError
+from thinwire import AgreementError, DeMo, ExchangeError, ThinwireError, torch_stack
 from thinwire.exchange.loopback import LoopbackHub
 from thinwire.exchange.transport import Pending
 from thinwire.membership import TornStateError
@@ -463,3 +463,44 @@ def test_after_a_restart_of_all_each_keeps_the_residual_of_its_checkpoint() -> N
         assert all(torch.equal(kept, old) for kept, old in zip(results[name][0], first[name][1], strict=True))
     assert torch.equal(results["a"][1], results["b"][1])
     assert any(not torch.equal(a, b) for a, b in zip(results["a"][0], results["b"][0], strict=True))
+
+
+@pytest.mark.parametrize("loses", [["exchange of step 4, bucket 1"], []], ids=["as it catches up", "as it applies"])
+def test_half_an_update_is_mended_at_the_next_meeting_and_what_was_sent_is_not_sent_again(
+    loses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """b has no memory left for the second stack of step 4, which a has taken."""
+    town = Town(*["ab"] * (2 + len(loses)))
+    ends = {"a": Citizen(town, "a"), "b": Citizen(town, "b", loses)}
+    decode, turns = torch_stack._directions, iter(range(1, 100))
+    fails_for: list[threading.Thread] = []
+
+    def failing(*arguments: Any) -> Any:
+        if threading.current_thread() in fails_for and next(turns) == 2:
+            raise torch.OutOfMemoryError("no memory left")
+        return decode(*arguments)
+
+    monkeypatch.setattr(torch_stack, "_directions", failing)
+
+    def unlucky() -> tuple[Tensor, list[Tensor], DeMo]:
+        model = build(2)
+        optimizer = DeMo(model.parameters(), lr=1e-2, transport=ends["b"], **OPTIONS)
+        optimizer.meet()
+        while optimizer.num_steps < 3:
+            train_step(model, optimizer, optimizer.num_steps, 2)
+        fails_for.append(threading.current_thread())
+        with pytest.raises(torch.OutOfMemoryError):
+            train_step(model, optimizer, 3, 2)
+        with pytest.raises(ThinwireError, match="has ended the last step halfway"):
+            optimizer.state_dict()
+        before = momenta(optimizer)
+        optimizer.meet()
+        assert all(torch.equal(old, new) for old, new in zip(before, momenta(optimizer), strict=True))
+        while optimizer.num_steps < NUM_STEPS:
+            train_step(model, optimizer, optimizer.num_steps, 2)
+        ends["b"].leave()
+        return flat(model).clone(), momenta(optimizer), optimizer
+
+    results = run_town({"a": lambda: train(ends["a"], 1, 1), "b": unlucky})
+    assert torch.equal(results["a"][0], results["b"][0])
+    assert results["b"][2].membership.num_copies == 2

@@ -8,7 +8,7 @@ import pytest
 
 from thinwire import cli
 from thinwire.studies import questions
-from thinwire.studies.agreement import pairs
+from thinwire.studies.agreement import agreements, pairs
 from thinwire.studies.study import Claim, Finding, Study
 from thinwire.studies.trials import Row, Trial
 
@@ -39,10 +39,36 @@ def test_numbers_and_explanations_may_differ_and_verdicts_not() -> None:
     def claims(*texts: str) -> list[Claim]:
         return [Claim(text, True) for text in texts]
 
-    some = claims("a is 1.5 with k 4", "a is +1 with k 16; see c", "b: by 2, x")
-    others = claims("c", "a is 2 with k 4; see d", "a is -3,000 with k 16", "b: by 3, y")
+    some = claims("a is 1.5 with k 4", "a is +1 with k 16; see c", "b: by 2 (x)")
+    others = claims("c", "a is 2 with k 4; see d", "a is -3,000 with k 16", "b: by 3 (y)")
     assert pairs(some, others) == [(some[0], others[1]), (some[1], others[2]), (some[2], others[3]), (None, others[0])]
     assert pairs(some, some) == [(claim, claim) for claim in some]
+
+
+def test_what_is_claimed_of_one_size_is_not_compared_with_another() -> None:
+    some, others = (
+        [Claim(f"{size} M: a ends below {other} ({gap})", True) for size in sizes for other in ("b", "c")]
+        for sizes, gap in (((1, 2, 3), 0.5), ((1, 3), 0.7))
+    )
+    found = dict(pairs(some, others))
+    assert [found[claim] for claim in some] == [*others[:2], None, None, *others[2:]]
+
+
+def test_rows_that_a_study_reads_of_others_are_those_stored_unless_made_anew(tmp_path: Path) -> None:
+    seen = []
+
+    def look(rows: Sequence[Row], results: Path) -> Finding:
+        seen.append(results.name)
+        return Finding("")
+
+    study = Study("q0", "A title", "A question?", look, plan, sources=("bench",))
+    for name in ("stored", "again"):
+        store(tmp_path / name / "q0" / "2000-01-01_cpu", (1.0, 2.0))
+    agreements([study], tmp_path / "stored", tmp_path / "again")
+    for name in ("stored", "again"):
+        (tmp_path / name / "bench").mkdir()
+    agreements([study], tmp_path / "stored", tmp_path / "again")
+    assert seen == ["stored", "stored", "stored", "again"]
 
 
 def test_the_same_conclusion_of_other_rows(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,7 +148,7 @@ def test_the_frontier_has_a_time_only_of_links_measured_at_its_own_size(tmp_path
         (folder / "rows.jsonl").write_text("".join(json.dumps(asdict(cell)) + "\n" for cell in cells))
     finding = frontier.STUDY.find(rows, tmp_path)
     assert "| muon, k 64 | 3.000 | 9 B | 60 |" in finding.text
-    assert "| adamw, averaged in full | 2.000 | 900 B | 120 |" in finding.text
+    assert "| adamw, averaged in full | 2.000 | 1.8 kB | 120 |" in finding.text
     (claim,) = [claim for claim in finding.claims if "100 Mbit/s" in claim.text]
     assert claim.holds
     late = [a_cell(adamw.name, "100mbit", 0.4, 0.0), a_cell(ours.name, "100mbit", 0.5, 0.0)]

@@ -43,6 +43,28 @@ def test_half_an_update_is_neither_trained_nor_saved(monkeypatch: pytest.MonkeyP
     optimizer.state_dict()
 
 
+def test_a_later_step_does_not_mend_half_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in ((16, 16), (8, 8))]
+    optimizer = DeMo(parameters, chunk=16, dense_below=0, delay=1)
+    saved = optimizer.state_dict()
+    for step in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        with monkeypatch.context() as patched:
+            fail_at(2, patched)
+            if step == 0:
+                optimizer.step()
+            else:
+                with pytest.raises(torch.OutOfMemoryError):
+                    optimizer.step()
+    optimizer.drain()
+    for use in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(ThinwireError, match="has ended the last step halfway"):
+            use()
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+
+
 def test_a_drain_that_fails_leaves_the_true_parameters() -> None:
     def work(transport: LoopbackTransport) -> None:
         torch.manual_seed(0)

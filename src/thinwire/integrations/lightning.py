@@ -20,6 +20,9 @@ class _UnscaledFirst(MixedPrecision):
     """Gradients are unscaled before they are clipped. Lightning leaves that to optimizers that know a scaler, and refuses to
     clip; DeMo knows it so that all replicas skip a step together."""
 
+    # Lightning keeps the scaler's state in checkpoints by this name.
+    __qualname__ = MixedPrecision.__qualname__
+
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **options: Any
     ) -> Any:
@@ -51,7 +54,7 @@ class DeMoStrategy(DDPStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        if isinstance(plugin, MixedPrecision) and not isinstance(plugin, _UnscaledFirst):
+        if type(plugin) is MixedPrecision:  # who has a class of one's own knows what it does
             plugin = _UnscaledFirst(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[arg-type]
         self._precision_plugin = plugin
 

@@ -55,7 +55,8 @@ def parse_link(text: str, name: str = "link") -> LinkSpec:
     rate, *rest = (part.strip() for part in text.split(","))
     if not rate:
         raise ValueError(f"{name}={text!r} names no rate; write one {_FORM}")
-    rates = [None if part.strip().lower() == UNSHAPED else parse_bandwidth(part, name) for part in rate.split("/")]
+    parts = re.split(r"/(?!s\s*(?:/|$))", rate)  # not at that of bit/s
+    rates = [None if part.strip().lower() == UNSHAPED else parse_bandwidth(part, name) for part in parts]
     if len(rates) > 2:
         raise ValueError(f"{name}={text!r} has {len(rates)} rates; write one {_FORM}")
     found = {"round_trip": 0.0, "jitter": 0.0, "loss": 0.0}

@@ -238,10 +238,11 @@ def recommend(report: Report) -> Recommendation:
         if row.efficiency >= ENOUGH_EFFICIENCY:
             return Recommendation(row, _ddp_is_enough(row))
     chosen = _choose_demo(report)
-    best = min(dense, key=lambda row: row.step_seconds)
+    best, smallest = min(dense, key=lambda row: row.step_seconds), cheapest_codec(report)[0]
+    if chosen.network_share > MOST_NETWORK_SHARE and smallest.step_seconds < best.step_seconds <= chosen.step_seconds:
+        chosen = smallest
     if best.step_seconds <= chosen.step_seconds:
         return Recommendation(best, _ddp_is_faster(best, chosen))
-    smallest = cheapest_codec(report)[0]
     return Recommendation(chosen, f"{_why_topk(chosen, smallest)} {_gain(chosen, best)}{_why_exchange(chosen)}")
 
 

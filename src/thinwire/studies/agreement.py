@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 from thinwire.studies.results import best_folder
@@ -11,7 +10,7 @@ from thinwire.studies.study import SIZES, Claim, Study
 from thinwire.studies.trials import Rows
 
 _NUMBER = re.compile(r"[+-]?\d[\d.,]*")
-_DETAILS = re.compile(r"[:;]")
+_BRACKETS = re.compile(r"\([^()]*\)")
 
 
 @dataclass(frozen=True)
@@ -33,25 +32,42 @@ def agreements(studies: Sequence[Study], results: Path, others: Path) -> list[Ag
     found = []
     for study in (one for one in studies if one.has_trials):
         for size in SIZES:
-            folders = [(root, best_folder(root, study.name, size)) for root in (results, others)]
-            claims = [study.find(Rows(folder).rows, root).claims for root, folder in folders if folder is not None]
+            folders = [best_folder(root, study.name, size) for root in (results, others)]
+            claims = [
+                study.find(Rows(folder).rows, _with_sources(study, root, results)).claims
+                for root, folder in zip((results, others), folders, strict=True)
+                if folder is not None
+            ]
             if len(claims) == len(folders):
                 found.append(Agreement(study.name, size, pairs(*claims)))
     return found
 
 
+def _with_sources(study: Study, root: Path, stored: Path) -> Path:
+    """Where a study finds the other rows that it reads: beside its own, or those that are stored if they were not made
+    anew, as benchmarks are not by running studies."""
+    return root if all((root / source).is_dir() for source in study.sources) else stored
+
+
 def pairs(some: Sequence[Claim], others: Sequence[Claim]) -> list[tuple[Claim | None, Claim | None]]:
-    """Claims that say the same of other numbers, in the order of the first; the rest is alone.
+    """Claims that say the same of other losses, in the order of the first; the rest is alone.
 
-    What comes after a colon or semicolon are details. Where several claims differ in numbers alone, as those of several k
-    do, the first is paired with the first."""
-    waiting = {kind: list(of_kind) for kind, of_kind in groupby(sorted(others, key=_kind), _kind)}
-    found: list[tuple[Claim | None, Claim | None]] = []
-    for claim in some:
-        alike = waiting.get(_kind(claim))
-        found.append((claim, alike.pop(0) if alike else None))
-    return found + [(None, claim) for left in waiting.values() for claim in left]
+    First those that differ in nothing but numbers in brackets, then those that differ in any numbers, in their order. What
+    comes after a semicolon are details."""
+    partners: dict[int, Claim] = {}
+    left = list(others)
+    for kind in (_exact, _rough):
+        for place, claim in enumerate(some):
+            alike = next((other for other in left if kind(other) == kind(claim)), None)
+            if place not in partners and alike is not None:
+                partners[place] = alike
+                left.remove(alike)
+    return [*((claim, partners.get(place)) for place, claim in enumerate(some)), *((None, claim) for claim in left)]
 
 
-def _kind(claim: Claim) -> str:
-    return _NUMBER.sub("#", _DETAILS.split(claim.text)[0])
+def _exact(claim: Claim) -> str:
+    return _BRACKETS.sub("()", claim.text.split(";")[0])
+
+
+def _rough(claim: Claim) -> str:
+    return _NUMBER.sub("#", _exact(claim))

@@ -98,14 +98,15 @@ def _claims(found: dict[str, Outcome]) -> list[Claim]:
         rest = {name: one for name, one in rules.items() if name != "muon rule"}
         second = min(rest, key=lambda name: rest[name].mean)
         text = (
-            f"of all rules muon's loss is the lowest: {rules['muon rule'].mean:.3f}, and {rest[second].mean:.3f} with the "
-            f"next, the {second}"
+            f"of all rules muon's loss is the lowest ({rules['muon rule'].mean:.3f}, and {rest[second].mean:.3f} with the "
+            f"next, the {second})"
         )
         claims.append(Claim(text, is_below(rules["muon rule"], rest[second])))
     if "AdamW" in found and rules:
         best = min(rules, key=lambda name: rules[name].mean)
         dense = found["AdamW"]
-        text = f"the best rule, {best}, has a lower loss than dense AdamW: {rules[best].mean:.3f} against {dense.mean:.3f}"
+        losses = f"{best}, {rules[best].mean:.3f} against {dense.mean:.3f}"
+        text = f"the best rule has a lower loss than dense AdamW ({losses})"
         claims.append(Claim(text, is_below(rules[best], dense)))
     return claims
 

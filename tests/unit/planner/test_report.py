@@ -228,6 +228,13 @@ def test_the_figure_is_a_png_with_something_on_it(num_replicas: int, rate: float
     assert (pixels < 0.9).any(axis=-1).sum() > 1000
 
 
+def test_ddp_is_not_taken_for_faster_where_fewer_coefficients_are() -> None:
+    report = make_report(tensors_from_count(10_000_000), 32, Link(3e9, 0.02), 0.1)
+    advice = recommend(report)
+    fastest = min(report.predictions, key=lambda row: row.step_seconds)
+    assert (advice.prediction.topk is None) == (fastest.topk is None)
+
+
 def test_where_fewer_coefficients_save_nothing_more_are_taken() -> None:
     report = make_report(tensors_from_count(1_000_000), 2, Link(1e8, 0.04), 0.1)
     steps = {row.topk: row.step_seconds for row in report.predictions if row.values == "sign"}
