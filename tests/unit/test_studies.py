@@ -1,7 +1,12 @@
 """Every study, on rows that are made up, and the parts that they share."""
 
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +79,34 @@ def test_rows_of_two_sizes_lie_in_two_folders_and_the_larger_is_read(tmp_path: P
         assert best_folder(tmp_path, "q3") == tmp_path / "q3" / name
     assert folder_for(tmp_path, "q3", CPU, "medium").name == "2000-01-02_cpu_medium"
     assert folder_for(tmp_path, "q3", CPU).name == "2000-01-02_cpu"
+
+
+_OWNER = """
+import sys, time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from thinwire.studies.trials import _begin_worker
+import os
+if __name__ == "__main__":
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=_begin_worker) as pool:
+        print(pool.submit(os.getpid).result(), flush=True)
+        time.sleep(60)
+"""
+
+
+def test_workers_end_with_a_study_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(_OWNER)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        worker = int(owner.stdout.readline())
+        owner.kill()
+    for _ in range(100):
+        if not Path(f"/proc/{worker}").exists() or "(zombie)" in Path(f"/proc/{worker}/status").read_text():
+            return
+        time.sleep(0.1)
+    os.kill(worker, signal.SIGKILL)
+    pytest.fail("it lives on")
 
 
 def test_what_is_due_is_planned_once_a_row(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from thinwire.bench.environment import commit, environment
 from thinwire.core.errors import NonFiniteGradientError, check_float, check_int
 from thinwire.exchange.choice import OWNER
 from thinwire.local_step import LocalStep
+from thinwire.parallel.launch import end_with_parent
 from thinwire.studies.simulation import OnDevice, Simulation, VirtualReplicas
 from thinwire.studies.weather import Weather
 from thinwire.training.config import DECOUPLED_OPTIMIZERS, TrainConfig
@@ -312,6 +313,7 @@ def _shared_rows(books: Sequence[Book]) -> Iterator[tuple[Book, Row]]:
 
 
 def _begin_worker() -> None:
+    end_with_parent()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     torch.set_num_threads(1)
 
