@@ -16,6 +16,9 @@ _LINK = re.compile(
     r"^ *(`{3,}).*?^ *\1$|`(?:[^`\n]|\n(?!\n))*`|(?<=\]\()(?P<target>[^)#\s]+)(?=[)#])", re.MULTILINE | re.DOTALL
 )
 
+# A figure by itself on a line: many are too small to be read beside the text, and lead to themselves.
+_FIGURE = re.compile(r"^!\[(?P<words>[^\]]*)\]\((?P<target>[^)\s]+)\)$", re.MULTILINE)
+
 # The search is for what documents say; code and tables of numbers would drown that.
 _UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 
@@ -34,6 +37,7 @@ def stage(out: Path) -> None:
             shutil.copy(ROOT / path, place)
             continue
         text, targets = _relinked(content, path)
+        text = _FIGURE.sub(r"[\g<0>](\g<target>)", text)
         place.write_text(text, encoding="utf-8")
         waiting += targets - known
         known |= targets

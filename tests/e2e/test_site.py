@@ -39,6 +39,9 @@ def load(name: str) -> ModuleType:
     return module
 
 
+_MARKUP = re.compile(r"^\s*(?:[-*] |\d+\. |\|)", re.MULTILINE)
+
+
 class Page(HTMLParser):
     """What a page of the site has to say about itself."""
 
@@ -71,6 +74,9 @@ def test_the_site_builds_and_is_whole(tmp_path: Path) -> None:
     for path, page in pages.items():
         for link in [*page.links, *page.loaded]:
             assert_leads_somewhere(link, path, pages, site)
+        # A list or table that the site's Markdown does not see, though a code host's does.
+        broken = [words for words in re.findall(r"<p>(.*?)</p>", path.read_text(), re.DOTALL) if _MARKUP.search(words)]
+        assert not broken, f"{path.name} has Markdown in {broken[0][:200]}"
         outside = [link for link in page.loaded if urlsplit(link).netloc]
         assert not outside, f"{path.name} loads {outside}"
     for style in site.rglob("*.css"):

@@ -94,6 +94,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at processes under /proc")
 def test_workers_end_with_a_study_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(_OWNER)

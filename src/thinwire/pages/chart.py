@@ -14,13 +14,11 @@ from typing import Literal
 
 from thinwire.pages.axes import Axis, Scale, scale_for, words_for
 from thinwire.pages.marks import mark
-from thinwire.pages.names import place_levels, place_names
+from thinwire.pages.names import place_levels, place_names, width_of
 from thinwire.pages.styles import COLOURS, DASHES, MARKS
 
 WIDTH = 480.0
 _TOP, _BASE, _RIGHT = 30.0, 250.0, 18.0
-# A letter is about so wide, at the size that it has on a phone.
-LETTER = 7.6
 _MOST_POINTS = 400
 _MOST_MARKS = 40
 
@@ -123,13 +121,13 @@ def _scales(chart: Chart, drawn: Sequence[Series]) -> tuple[Scale, Scale]:
     ys = [point[1] for one in drawn for point in one.points] + [level.at for level in chart.levels]
     ys += [end for one in drawn for pair in one.ranges or () for end in pair]
     y = scale_for(chart.y, ys, _BASE, _TOP)
-    left = 14 + LETTER * max((len(words) for _, words in y.ticks(5)), default=1)
+    left = 14 + max((width_of(words) for _, words in y.ticks(5)), default=0.0)
     return scale_for(chart.x, xs, left, WIDTH - _RIGHT, 0.03), y
 
 
 def _is_crowded(x: Scale) -> bool:
     """Whether words below would touch, so that they stand on two levels."""
-    spans = [(x.place(value), LETTER * len(words) / 2) for value, words in x.ticks(6)]
+    spans = [(x.place(value), width_of(words) / 2) for value, words in x.ticks(6)]
     return any(at + half + 6 > after - other for (at, half), (after, other) in pairwise(spans))
 
 
@@ -145,7 +143,7 @@ def _grid(x: Scale, y: Scale, height: float) -> str:
         at = x.place(value)
         lower = 14 if crowded and number % 2 else 0
         parts.append(f'<path class="tick" d="M{at:.1f} {y.first:.1f}v{5 + lower}"/>')
-        side = "end" if at + LETTER * len(words) / 2 > WIDTH else "middle"
+        side = "end" if at + width_of(words) / 2 > WIDTH else "middle"
         end = min(at, WIDTH - 1) if side == "end" else at
         parts.append(f'<text x="{end:.1f}" y="{y.first + 18 + lower:.1f}" text-anchor="{side}">{escape(words)}</text>')
     parts.append(f'<path class="axis" d="M{x.first:.1f} {y.first:.1f}H{x.last:.1f}"/>')
@@ -167,7 +165,7 @@ def _level_names(levels: Sequence[Level], drawn: Sequence[Series], x: Scale, y: 
     shown = [(y.place(level.at), level.name) for level in levels if y.axis.shows(level.at)]
     crossed = [point for one in drawn for point in _along([(x.place(a), y.place(b)) for a, b in one.points])]
     frame = (x.first, _TOP - 14, x.last, y.first)
-    for (left, base), (_, name) in zip(place_levels(shown, LETTER, frame, crossed), shown, strict=True):
+    for (left, base), (_, name) in zip(place_levels(shown, frame, crossed), shown, strict=True):
         yield f'<text class="name" x="{left:.1f}" y="{base:.1f}">{escape(name)}</text>'
 
 
@@ -216,19 +214,22 @@ def _marks(series: Series, places: Sequence[Point]) -> str:
 
 def _names(drawn: Sequence[Series], x: Scale, y: Scale) -> tuple[str, str]:
     """Words beside the points that have their own, and a key to the numbers of those that found no room."""
-    points, styles = [], []
+    points, owners = [], []
     for one in drawn:
         for (across, up), name in zip(one.points, one.names, strict=False):
             points.append((x.place(across), y.place(up), name))
-            styles.append(one.style)
-    placed = place_names(points, LETTER, (x.first, _TOP - 14, WIDTH, y.first))
+            owners.append(one)
     parts, key = [], []
-    for (words, left, base, number), (_, _, name), style in zip(placed, points, styles, strict=True):
-        if number and words:
-            key.append(f"{number} {name}")
-        if words:
-            parts.append(f'<text class="name {colour_class(style)}" x="{left:.1f}" y="{base:.1f}">{escape(words)}</text>')
-    return "".join(parts), f'<p class="key">{escape(", ".join(key))}</p>' if key else ""
+    for placed, (_, _, name), owner in zip(
+        place_names(points, (x.first, _TOP - 14, WIDTH, y.first)), points, owners, strict=True
+    ):
+        if placed.number:
+            key.append(f"{placed.number} {name}")
+        if placed.words:
+            place = f'x="{placed.x:.1f}" y="{placed.base:.1f}" text-anchor="{placed.anchor}"'
+            text = f'<text class="name {colour_class(owner.style)}" {place}>{escape(placed.words)}</text>'
+            parts.append(f'<g class="series" data-name="{escape(owner.name)}">{text}</g>')
+    return "".join(parts), f'<p class="key">{escape("; ".join(key))}</p>' if key else ""
 
 
 def _legend(drawn: Sequence[Series]) -> str:

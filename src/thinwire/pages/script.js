@@ -36,21 +36,44 @@
     const box = make("div", "readout");
     const here = shape("g", {});
     box.hidden = true;
+    box.setAttribute("aria-live", "polite");
     figure.append(box);
     picture.append(here);
-    const clear = () => { box.hidden = true; here.replaceChildren(); };
+    picture.tabIndex = 0;
+    let now = null;
+    const shownSeries = () => data.series.filter((one) => !hidden.has(`${number}/${one.name}`));
+    const clear = () => { box.hidden = true; now = null; here.replaceChildren(); };
     const point = (event) => {
       const frame = picture.getBoundingClientRect();
       const unit = frame.width / picture.viewBox.baseVal.width;
       const x = (event.clientX - frame.left) / unit, y = (event.clientY - frame.top) / unit;
-      const shown = data.series.filter((one) => !hidden.has(`${number}/${one.name}`));
       let best = null, least = Infinity;
-      for (const one of shown) for (const spot of one.points) {
+      for (const one of shownSeries()) for (const spot of one.points) {
         // Along x counts more: lines are read from left to right.
         const far = 4 * (spot[0] - x) ** 2 + (spot[1] - y) ** 2;
         if (far < least) { least = far; best = spot; }
       }
-      if (!best) return clear();
+      if (best) say(best); else clear();
+    };
+    // Arrow keys go from point to point: along lines from left to right, and from row to row.
+    const walk = (event) => {
+      if (event.key === "Escape") return clear();
+      const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+      if (!step) return;
+      event.preventDefault();
+      const axes = data.x ? [0, 1] : [1, 0];
+      const spots = shownSeries().flatMap((one) => one.points);
+      spots.sort((a, b) => a[axes[0]] - b[axes[0]] || a[axes[1]] - b[axes[1]]);
+      const stops = data.x ? spots.filter((spot, at) => !at || spot[0] - spots[at - 1][0] > 0.6) : spots;
+      const at = stops.indexOf(now);
+      const next = at < 0 ? (step > 0 ? 0 : stops.length - 1) : Math.min(stops.length - 1, Math.max(0, at + step));
+      if (stops.length) say(stops[next]);
+    };
+    const say = (best) => {
+      now = best;
+      const frame = picture.getBoundingClientRect();
+      const unit = frame.width / picture.viewBox.baseVal.width;
+      const shown = shownSeries();
       const isColumn = Boolean(data.x);
       const near = [];
       for (const one of shown) for (const spot of one.points) {
@@ -75,6 +98,8 @@
     };
     picture.addEventListener("pointermove", point);
     picture.addEventListener("pointerdown", point);
+    picture.addEventListener("keydown", walk);
+    picture.addEventListener("blur", clear);
     // A finger leaves as soon as it is lifted: then what it touched stays named until another place is touched.
     picture.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") clear(); });
     document.addEventListener("pointerdown", (event) => { if (!picture.contains(event.target)) clear(); });
@@ -103,6 +128,12 @@
     const heads = [...table.tHead.rows[0].cells];
     heads.forEach((head, column) => {
       head.dataset.sort = "";
+      head.tabIndex = 0;
+      head.addEventListener("keydown", (event) => {
+        if (event.key !== "Enter" && event.key !== " ") return;
+        event.preventDefault();
+        head.click();
+      });
       head.addEventListener("click", () => {
         const isUp = head.getAttribute("aria-sort") !== "ascending";
         heads.forEach((one) => one.removeAttribute("aria-sort"));
@@ -118,6 +149,13 @@
       });
     });
   }
+
+  // What is folded is printed, too.
+  const unfolded = [];
+  addEventListener("beforeprint", () => {
+    for (const one of document.querySelectorAll("details:not([open])")) { one.open = true; unfolded.push(one); }
+  });
+  addEventListener("afterprint", () => { for (const one of unfolded.splice(0)) one.open = false; });
 
   // A run that goes on: the page is loaded anew, and the reader stays where he was.
   const seconds = Number(document.body.dataset.refresh);

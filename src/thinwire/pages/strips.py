@@ -1,17 +1,18 @@
 """Figures with a row per name: dots along one axis, or bars made of parts. Long names have room at any width."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from thinwire.pages.axes import Axis, Scale, scale_for, words_for
-from thinwire.pages.chart import LETTER, WIDTH, colour_class, data_script, figure, legend_of, svg
+from thinwire.pages.chart import WIDTH, colour_class, data_script, figure, legend_of, svg
 from thinwire.pages.marks import mark
+from thinwire.pages.names import width_of
 from thinwire.pages.styles import MARKS
 
 HATCHES = 5
 _TOP, _BOTTOM, _RIGHT = 8.0, 46.0, 14.0
-_LONGEST_BESIDE = 22
+_WIDEST_BESIDE = 185.0
 _ROW, _ROW_WITH_NAME, _BAR = 24.0, 40.0, 13.0
 
 
@@ -38,25 +39,27 @@ class Strips:
         shown = [strip for strip in self.strips if any(self.axis.shows(value) for value in strip.values)]
         if not shown:
             return figure(self.title, '<p class="empty">nothing to show yet</p>', "", "")
-        longest = max(len(strip.name) for strip in shown)
-        is_beside = longest <= _LONGEST_BESIDE
+        widest = max(width_of(strip.name) for strip in shown)
+        is_beside = widest <= _WIDEST_BESIDE
         row = _ROW if is_beside else _ROW_WITH_NAME
-        left = 10 + LETTER * longest if is_beside else 4.0
+        left = 10 + widest if is_beside else 4.0
         ends = [sum(strip.values) if self.parts else max(filter(self.axis.shows, strip.values)) for strip in shown]
         values = [0.0, *ends] if self.parts else [value for strip in shown for value in strip.values]
-        words = 6 + LETTER * max(len(strip.words) for strip in shown)
+        words = 6 + max(width_of(strip.words) for strip in shown)
         scale = scale_for(self.axis, values, left, WIDTH - _RIGHT - words, 0.0 if self.parts else 0.05)
         height = _TOP + row * len(shown) + _BOTTOM
-        body, points = [_grid(scale, height)], []
+        body: list[str] = [_grid(scale, height)]
+        spots: dict[str, list[list[object]]] = {name: [] for name in self.parts or ("",)}
         for number, strip in enumerate(shown):
             top = _TOP + row * number
             line = top + row - _ROW / 2
             body.append(_words(strip, is_beside, left, line, top))
             body.append(self._bar(strip, scale, line) if self.parts else _dots(strip, scale, line, number))
-            points += self._points(strip, scale, line)
+            for name, spot in self._spots(strip, scale, line):
+                spots[name].append(spot)
         parts = legend_of((name, _sample(number)) for number, name in enumerate(self.parts)) if len(self.parts) > 1 else ""
-        data = data_script({"x": "", "series": [{"name": "", "colour": "", "points": points}]})
-        return figure(self.title, svg("".join(body), height, self.title), parts, data)
+        series = [{"name": name, "colour": "", "points": points} for name, points in spots.items()]
+        return figure(self.title, svg("".join(body), height, self.title), parts, data_script({"x": "", "series": series}))
 
     def _bar(self, strip: Strip, scale: Scale, line: float) -> str:
         rects, begin = [], 0.0
@@ -71,19 +74,18 @@ class Strips:
             )
         return "".join(rects)
 
-    def _points(self, strip: Strip, scale: Scale, line: float) -> list[list[object]]:
-        """For the script: where to point at, and what is said then."""
+    def _spots(self, strip: Strip, scale: Scale, line: float) -> Iterator[tuple[str, list[object]]]:
+        """For the script: where to point at, and what is said then; by the part, if there are parts."""
         if not self.parts:
-            shown = [value for value in strip.values if self.axis.shows(value)]
-            return [[round(scale.place(value), 1), line, strip.name, words_for(value)] for value in shown]
-        found: list[list[object]] = []
+            for value in filter(self.axis.shows, strip.values):
+                yield "", [round(scale.place(value), 1), line, strip.name, words_for(value)]
+            return
         begin = 0.0
         for name, value in zip(self.parts, strip.values, strict=True):
             middle = scale.place(begin + value / 2)
             begin += value
             if value > 0:
-                found.append([round(middle, 1), line, strip.name, f"{words_for(value)} {self.axis.label}", name])
-        return found
+                yield name, [round(middle, 1), line, strip.name, f"{words_for(value)} {self.axis.label}", name]
 
 
 def _grid(scale: Scale, height: float) -> str:

@@ -62,7 +62,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         trouble = f"{_WORDS[kind]}, {share:.0%} of steps" if share else kind or "none"
         calm = found.get((name, "", 0.0))
         lines.append((f"{name} rule", trouble, one.words, "" if calm is None else f"{one.mean - calm.mean:+.3f}"))
-    return Finding(table(("update", "trouble", "loss", "beside none"), lines), _claims(found), _answer(found))
+    return Finding(table(("update", "trouble", "loss", "beside none"), lines, 2), _claims(found), _answer(found))
 
 
 def _answer(found: dict[tuple[str, str, float], Outcome]) -> str:

@@ -110,7 +110,7 @@ def named_dots(
         if spread is not None:
             lows, highs = zip(*(spread[place] for place in mine), strict=True)
             axes.vlines(xs, lows, highs, color=colour, linewidth=1, gid=kind)
-        axes.plot(xs, ys, "D" if style else "o", color=colour, markersize=6, label=kind, gid=str(style))
+        axes.plot(xs, ys, MARKS[style % len(MARKS)], color=colour, markersize=6, label=kind, gid=str(style))
     label_points(axes, points)
 
 

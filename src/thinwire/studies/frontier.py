@@ -233,7 +233,7 @@ def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
         logarithmic(page.panels[1], [tick for tick in ticks if 0.7 * min(costs) < tick < 1.5 * max(costs)])
         title(page.panels[1], "Loss against time at 100 Mbit/s, 2 replicas", "seconds of all steps", _LOSS)
         caption += ", and against the time of all steps at 100 Mbit/s"
-    return {"frontier.png": Drawing(page, f"{caption}. Diamonds are DeMo's.")}
+    return {"frontier.png": Drawing(page, f"{caption}. Squares are DeMo's.")}
 
 
 def _panel(axes: "Axes", pairs: Sequence[tuple[Point, float]]) -> None:

@@ -68,7 +68,7 @@ def _table(measured: Mapping[tuple[str, str], Cell]) -> str:
             if cell := measured.get((name, link)):
                 values = [*(cell.parts[part] for part in _COLUMNS), cell.hidden]
                 lines.append([link, name, f"{1e3 * cell.seconds:,.0f}", *(f"{1e3 * value:,.0f}" for value in values)])
-    return table(("link", "method", "step (median)", *_COLUMNS, "hidden"), lines)
+    return table(("link", "method", "step (median)", *_COLUMNS, "hidden"), lines, 2)
 
 
 def _gains(measured: Mapping[tuple[str, str], Cell]) -> dict[str, tuple[float, float]]:

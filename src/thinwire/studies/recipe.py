@@ -160,7 +160,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
     lead = verdict(claims, "The recommended recipe does", "The recommended recipe does in part", "None of those tried")
     answer = f"{lead}. {' '.join(sentences)}" if claims else ""
     count = "*Fewer bytes* is against one copy of the gradients in 16 bits, of which a ring all-reduce among four sends 1.5."
-    return Finding(f"{table(heads, lines)}\n\n{count}\n\n## All that was tried\n\n{_log(rows)}", claims, answer)
+    return Finding(f"{table(heads, lines, 2)}\n\n{count}\n\n## All that was tried\n\n{_log(rows)}", claims, answer)
 
 
 def _log(rows: Sequence[Row]) -> str:

@@ -105,7 +105,7 @@ def origins(study: Study, folder: Path, results: Path, size: str | None) -> list
     """Of a study's own rows, and of those that it reads."""
     found = []
     if study.has_trials:
-        found.append(Origin(_command(study.name, size or SMALL), folder, _facts(folder)))
+        found.append(Origin(_command(study.name, size or SMALL), folder if folder.is_dir() else None, _facts(folder)))
     for name in study.sources:
         source = best_folder(results, name)
         command = MADE_BY.get(name) or _command(name, SMALL if source is None else size_in(source))

@@ -9,7 +9,7 @@ import pytest
 from tests.pages import Reader
 from thinwire.pages.axes import Axis, scale_for, words_for
 from thinwire.pages.chart import WIDTH, Chart, Level, Series, thin
-from thinwire.pages.names import place_names
+from thinwire.pages.names import place_names, width_of
 from thinwire.pages.page import document
 from thinwire.pages.strips import Strip, Strips
 from thinwire.pages.styles import COLOURS, COLOURS_ON_DARK
@@ -110,15 +110,36 @@ def test_series_differ_in_dashes_or_marks_and_all_are_in_the_legend() -> None:
 
 def test_names_cover_neither_points_nor_each_other() -> None:
     points = [(100.0 + 7 * n, 100.0 + 3 * (n % 4), f"method {n}") for n in range(20)]
-    placed = place_names(points, 7.0, (0.0, 0.0, 480.0, 300.0))
-    assert all(one.words == name or one.number for one, (_, _, name) in zip(placed, points, strict=True))
-    boxes = [(one.left, one.base - 12, one.left + 7 * len(one.words), one.base + 3) for one in placed if one.words]
+    placed = place_names(points, (0.0, 0.0, 480.0, 300.0))
+    assert all(one.words in (name, str(one.number), "") for one, (_, _, name) in zip(placed, points, strict=True))
+    numbers = [one.number for one in placed if one.number]
+    assert numbers == list(range(1, len(numbers) + 1))
+    shares = {"start": 0.0, "middle": 0.5, "end": 1.0}
+    widths = [(one, width_of(one.words)) for one in placed if one.words]
+    lefts = [(one, one.x - shares[one.anchor] * wide, wide) for one, wide in widths]
+    boxes = [(left, one.base - 12, left + wide, one.base + 3) for one, left, wide in lefts]
     assert len(boxes) > 5
     for place, (left, top, right, bottom) in enumerate(boxes):
         for x, y, _ in points:
             assert not (left < x < right and top < y < bottom)
         for other in boxes[place + 1 :]:
             assert right <= other[0] or other[2] <= left or bottom <= other[1] or other[3] <= top
+
+
+def test_a_narrow_name_stays_beside_its_point() -> None:
+    (right,) = place_names([(100.0, 100.0, "name")], (0.0, 0.0, 480.0, 300.0))
+    (left,) = place_names([(470.0, 100.0, "name")], (0.0, 0.0, 480.0, 300.0))
+    assert (right.x, right.anchor) == (108.0, "start")
+    assert (left.x, left.anchor) == (462.0, "end")
+    assert width_of("ill") < width_of("abc") < width_of("MMM")
+
+
+def test_names_of_points_are_hidden_with_their_series() -> None:
+    dots = [Series(name, [(n + 1.0, 1.0)], kind="dots", style=n, names=[name]) for n, name in enumerate(("a", "b"))]
+    groups = [one["data-name"] for one in Reader(Chart("t", STEP, LOSS, dots).html()).all("g", kind="series")]
+    assert sorted(filter(None, groups)) == ["a", "a", "b", "b"]
+    bars = Strips("t", Axis("s"), [Strip("one", [1.0, 2.0])], ("a", "b")).html()
+    assert [one["name"] for one in data_of(bars)["series"]] == ["a", "b"]
 
 
 def test_bars_are_as_wide_as_their_parts() -> None:
