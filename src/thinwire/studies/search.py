@@ -17,7 +17,8 @@ from thinwire.studies.tuning import Contender, Outcome, due, is_below, outcomes
 ADAMW, DEMO = "AdamW", "DeMo, muon rule"
 _AS_IT_IS = "as it is"
 _NO_ERRORS = {"keeps_errors": False}
-# What both have, and what is each one's own; k by the kind of layer, or by half of the steps, with about as many bytes.
+# What both have, and what is each one's own; k by the kind of layer, or by half of the steps, with about as many bytes. Last
+# come the best of those together, of which each method has three.
 _SCHEDULES: tuple[dict[str, Any], ...] = (
     {"warmup_steps": 5},
     {"warmup_steps": 50},
@@ -29,9 +30,12 @@ _SCHEDULES: tuple[dict[str, Any], ...] = (
 )
 _VARIED: dict[str, tuple[dict[str, Any], ...]] = {
     ADAMW: (
-        *({"beta1": beta} for beta in (0.8, 0.95)),
+        *({"beta1": beta} for beta in (0.8, 0.7, 0.95)),
         *({"beta2": beta} for beta in (0.9, 0.95, 0.999)),
         *_SCHEDULES,
+        {"beta1": 0.8, "warmup_steps": 50},
+        {"beta1": 0.7, "warmup_steps": 50},
+        {"beta1": 0.8, "warmup_steps": 50, "schedule": "linear"},
     ),
     DEMO: (
         *({"momentum_decay": decay} for decay in (0.9, 0.98)),
@@ -44,6 +48,9 @@ _VARIED: dict[str, tuple[dict[str, Any], ...]] = {
         {"returned": 0.5},
         {"rest_update": "sign", "rest_lr": 4e-3},
         *_SCHEDULES,
+        {"values": "int4", "schedule": "linear"},
+        {"topk": 96, "later_topk": 32, "schedule": "linear"},
+        {"topk": 96, "later_topk": 32, "values": "int4", "schedule": "linear"},
     ),
 }
 _OF_TRIALS = {one.name for one in fields(Trial)}
