@@ -72,6 +72,7 @@ _LATER_VARIATIONS: dict[str, tuple[dict[str, Any], ...]] = {
         {"weight_decay": 0.01, "lr": 8e-2},
         {"topk": 88, "values": "sign_scale"},
         {"final_lr_share": 0.3},
+        {"schedule": "linear"},
     ),
     _LONGEST: ({"weight_decay": 0.01},),
 }
@@ -81,11 +82,16 @@ _ADAMW_VARIATIONS: tuple[dict[str, Any], ...] = (
     {"weight_decay": 0.1, "lr": 2e-3},
     {"beta2": 0.99},
     {"beta2": 0.999},
+    {"beta1": 0.8},
     {"beta1": 0.95},
     {"final_lr_share": 0.0},
+    {"schedule": "linear"},
+    {"beta1": 0.8, "schedule": "linear"},
 )
 # k of the first and of the second half of the steps, with the bytes of the recommended one.
 _SCHEDULES_OF_K = ((32, 96), (96, 32))
+# What a search with very small models found (`thinwire.studies.search`).
+_FOUND_SMALL = ({"topk": 96, "schedule": "linear"}, 32)
 # k, and the share of what was sent that goes back into the momentum, which a large k would empty.
 _RETURNED = {_SHORT: ((120, 0.5), (256, 0.75)), _LONGER: ((120, 0.5),)}
 _ONE_SEED = {"lr": 4e-2, "seed": 0}
@@ -120,6 +126,8 @@ def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
     tried += [_trial("adamw", **{**adamw, **one}) for one in _ADAMW_VARIATIONS]
     tried += [_try(set_up, **one) for set_up, each in _LATER_VARIATIONS.items() for one in each]
     tried += [replace(_try(_SHORT, topk=first), later_topk=then) for first, then in _SCHEDULES_OF_K]
+    settings, then = _FOUND_SMALL
+    tried += [replace(_try(set_up, **settings), later_topk=then) for set_up in (_SHORT, _LONGER)]
     tried += [replace(_try(set_up, topk=k), returned=share) for set_up, each in _RETURNED.items() for k, share in each]
     return [trial for set_up in _SET_UPS for trial in due(_contenders(set_up), rows, size)] + tried
 

@@ -35,8 +35,9 @@ _INTRODUCTION = (
     "What readers of the DeMo paper asked, and what stored rows say. `thinwire study report` writes this page from the rows "
     "under `results/`, answers and claims included; a claim that does not hold stays. A study of the small size trains a "
     "model of 0.2 M parameters for 120 steps: it shows that the study runs, and its losses are no evidence. The medium size "
-    "trains the same model (0.36 M parameters in basis, q1 and q2) for 200 steps with three seeds, and with learning rates "
-    "tuned alike wherever methods are compared: evidence, but of very small models."
+    "trains the same model (0.36 M parameters in basis, q1 and q2; up to 3.3 M in growth) for 200 steps with three seeds, "
+    "with learning rates tuned alike wherever methods are compared: evidence, but of very small models. AdamW has its usual "
+    "betas and schedule there: [search](#search-both-searched-alike) says what others do for it."
 )
 
 
