@@ -115,6 +115,8 @@ def test_run_folders_and_checkpoints(here: Path, capsys: pytest.CaptureFixture[s
     capsys.readouterr()
     assert "already holds a run: go on with --resume run" in line_of([*TRAIN, "--out", "run"], capsys)
     assert "is at its last step, 3; --steps can add more" in line_of(["train", "--resume", "run"], capsys)
+    fewer = line_of(["train", "--resume", "run", "--steps", "2"], capsys)
+    assert "has taken 3 steps, more than 2; --steps can add more" in fewer
     more = ["train", "--resume", "run", "--steps", "5"]
     assert "cannot change in a resumed run" in line_of([*more, "--width", "32"], capsys)
     assert line_of([*more, "--exchange", "owner"], capsys).count("residual") == 1

@@ -270,3 +270,9 @@ def test_the_docs_have_every_study_and_its_figures() -> None:
     assert len(targets) > len(STUDIES)
     for target in targets:
         assert Path(os.path.normpath(path.parent / target)).exists(), target
+
+
+def test_a_report_of_no_rows_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert cli.run(["study", "report", "q3", "--results", str(tmp_path / "empty")]) == 0
+    assert "q3: there are no rows; thinwire study run q3 --size small makes them" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,8 @@ from thinwire.core.errors import check_int
 from thinwire.exchange.plan import TensorSpec
 from thinwire.planner import Link, make_report, parse_bandwidth, parse_seconds, tensors_from_count
 from thinwire.planner.link_spec import parse_link
+from thinwire.planner.links import format_seconds
+from thinwire.planner.report import OVERLAPPED_BUCKETS, Report, recommend
 from thinwire.training import recipes
 from thinwire.training.config import DataConfig, ModelConfig, TrainConfig
 from thinwire.training.errors import TrainingError
@@ -74,7 +77,8 @@ def command(arguments: list[str]) -> int:
     check_int("--replicas", asked.replicas, 1)
     if asked.figure is not None:
         make_folder("--figure", asked.figure.parent)
-    report = make_report(
+    ask = partial(
+        make_report,
         tensors_of(asked.model),
         asked.replicas,
         _link_asked_for(asked, arguments),
@@ -83,20 +87,33 @@ def command(arguments: list[str]) -> int:
         topks=asked.topks,
         values=asked.values,
         chunk=asked.chunk,
-        overlap=asked.overlap,
         exchange=asked.exchange,
         owner_topk=asked.owner_topk,
         update=_update_of(asked),
     )
+    report = ask(overlap=asked.overlap)
     from thinwire.planner.table import print_report
 
     print_report(report, Console())
+    if asked.overlap:
+        print(against_overlap(report, ask(overlap=False)), end="")
     if asked.figure is not None:
         from thinwire.planner.figure import draw
 
         draw(report, asked.figure)
         print(f"figure: {asked.figure}")
     return 0
+
+
+def against_overlap(with_overlap: Report, without: Report) -> str:
+    """A sentence where overlap makes steps longer; empty where it does not."""
+    advised, other = recommend(with_overlap).prediction, recommend(without).prediction
+    if other.step_seconds >= advised.step_seconds:
+        return ""
+    return (
+        f"Leave overlap out here: its {OVERLAPPED_BUCKETS} exchanges pay the round trip each; {other.label} would take "
+        f"{format_seconds(other.step_seconds)} without it.\n"
+    )
 
 
 def _update_of(asked: PlanCommand) -> str:

@@ -150,6 +150,8 @@ def _run(asked: RunCommand, console: Console) -> int:
     for one in studies:
         if one.has_trials and one not in with_trials and one.name in asked.names:
             raise TrainingError(f"--size {asked.size}: {one.name} has the sizes {' and '.join(one.sizes)} alone")
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # as in processes of their own: losses must not depend on how many run at once
     folders = {one.name: folder_for(asked.results, one.name, device, asked.size, asked.anew) for one in with_trials}
     left, failures = 0, list[TrainingError]()
     # Where the time counts, nothing else must run, and what others have found is read.
@@ -174,6 +176,9 @@ def _run_books(
 ) -> None:
     from thinwire.studies.trials import run_all
 
+    for book in books:
+        if due := len(book.due):
+            console.print(f"[dim]{book.name}: {due} trainings to begin with[/dim]", highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bars = {book.name: progress.add_task(book.name, total=None) for book in books}
@@ -195,7 +200,7 @@ def _conclude_books(books: "list[Book]", results: Path, console: Console) -> int
         if book.rows.rows:
             _conclude(STUDIES[book.name], book.rows.folder, results, console)
         if left := len(book.due):
-            console.print(f"{book.name}: {left} trainings are left; call it again to go on")
+            console.print(f"{book.name}: {left} trainings are left, or more as others end; call it again to go on")
     return sum(len(book.due) for book in books)
 
 
@@ -216,6 +221,9 @@ def _report(asked: ReportCommand, console: Console) -> int:
     _check_folder("--results", asked.results)
     found = answers(studies, asked.results)
     written = [path for one in found if (path := one.folder / "summary.md").exists()]
+    for one in found:
+        if not (one.folder / "summary.md").exists():
+            console.print(f"{one.study.name}: there are no rows; {one.origins[0].command} makes them", highlight=False)
     if "all" in asked.names:
         page = asked.page or asked.results / "report.html"
         # The repository's own page is of the repository's own rows.

@@ -55,6 +55,8 @@ def parse_link(text: str, name: str = "link") -> LinkSpec:
     rate, *rest = (part.strip() for part in text.split(","))
     if not rate:
         raise ValueError(f"{name}={text!r} names no rate; write one {_FORM}")
+    if re.fullmatch(r"[\d.]+\s*(?:s|ms|us|µs|μs|ns)", rate):
+        raise ValueError(f"{name}={text!r} begins with a time; the rate comes first, {_FORM}")
     parts = re.split(r"/(?!s\s*(?:/|$))", rate)  # not at that of bit/s
     rates = [None if part.strip().lower() == UNSHAPED else parse_bandwidth(part, name) for part in parts]
     if len(rates) > 2:

@@ -455,7 +455,9 @@ def _check_link(launch: LaunchConfig, num_replicas: int) -> None:
 def _check_batch(schedule: ScheduleConfig, num_replicas: int) -> None:
     share, rest = divmod(schedule.batch, num_replicas)
     if rest or share == 0:
-        raise ValueError(f"batch={schedule.batch} cannot be divided among {num_replicas} replicas; take a multiple of that")
+        raise ValueError(
+            f"batch={schedule.batch} cannot be divided among {num_replicas} replicas; take a multiple of {num_replicas}"
+        )
     if schedule.micro_batch and share % schedule.micro_batch:
         raise ValueError(
             f"micro_batch={schedule.micro_batch} does not divide a replica's share of {share} examples "

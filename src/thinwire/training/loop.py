@@ -154,7 +154,11 @@ class Run:
             return None, self._first_state(num_replicas)
         checkpoint, state = self._checkpoints.load_run(reads_all=self._job.residual != "exact")
         if state.step >= self._config.schedule.steps:
-            raise TrainingError(f"the run in {self._job.folder} is at its last step, {state.step}; --steps can add more")
+            asked = self._config.schedule.steps
+            done = (
+                f"has taken {state.step} steps, more than {asked}" if asked < state.step else f"is at its last step, {asked}"
+            )
+            raise TrainingError(f"the run in {self._job.folder} {done}; --steps can add more")
         if state.optimizer != optimizer:
             raise CheckpointError(f"the checkpoint is of optimizer={state.optimizer}, this run has {optimizer}")
         has_residual = optimizer in DECOUPLED_OPTIMIZERS

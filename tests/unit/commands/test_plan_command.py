@@ -123,3 +123,14 @@ def test_the_program_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([]) == 2
     assert run(["trian"]) == 2
     assert "there is no command 'trian'; there are train, plan" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("compute", "is_worse"), [("200ms", True), ("2s", False)])
+def test_overlap_that_makes_steps_longer_is_advised_against(
+    compute: str, is_worse: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = ["--replicas", "4", "--link", "100mbit,20ms", "--compute", compute]
+    assert run(["plan", "26M", *link, "--overlap"]) == 0
+    assert ("Leave overlap out here: its 8 exchanges" in capsys.readouterr().out) == is_worse
+    assert run(["plan", "26M", *link]) == 0
+    assert "Leave overlap out" not in capsys.readouterr().out
