@@ -6,7 +6,9 @@ from html import escape
 
 _TABLE_RULE = re.compile(r"\|(\s*:?-+:?\s*\|)+")
 _SPAN = re.compile(
-    r"\\(?P<plain>[\\`*_\[\]|])|`(?P<code>[^`]+)`|\*\*(?P<strong>.+?)\*\*|\[(?P<text>[^\]]+)\]\((?P<target>[^)\s]+)\)"
+    r"\\(?P<plain>[\\`*_\[\]|])|`(?P<code>[^`]+)`|\*\*(?P<strong>.+?)\*\*"
+    r"|(?<![\w*])\*(?P<stressed>[^\s*](?:[^*]*[^\s*])?)\*(?!\w)"
+    r"|\[(?P<text>[^\]]+)\]\((?P<target>[^)\s]+)\)"
 )
 _CELL_END = re.compile(r"(?<!\\)\|")
 
@@ -72,6 +74,8 @@ def _span(found: re.Match[str]) -> str:
         return f"<code>{escape(found['code'])}</code>"
     if found["strong"]:
         return f"<strong>{inline(found['strong'])}</strong>"
+    if found["stressed"]:
+        return f"<em>{inline(found['stressed'])}</em>"
     # A scheme or a host would lead out of the page's own surroundings, or run something.
     is_beside = re.fullmatch(r"(?!//)[\w.#%/~+=&?-]+", found["target"])
     words = inline(found["text"])

@@ -41,9 +41,10 @@ def test_only_its_own_style_and_script_may_act() -> None:
 @pytest.mark.parametrize(
     ("text", "html"),
     [
-        ("a *b* & <c>", "<p>a *b* &amp; &lt;c&gt;</p>"),
+        ("a *b* & <c>", "<p>a <em>b</em> &amp; &lt;c&gt;</p>"),
         ("**a `b`** L\\*a\\*b", "<p><strong>a <code>b</code></strong> L*a*b</p>"),
         ("# A\n\ntext\nmore", "<h2>A</h2>\n<p>text more</p>"),
+        ("*a b*: 2*3*4, * c * and *: d", "<p><em>a b</em>: 2*3*4, * c * and *: d</p>"),
         ("- a\n  b\n- **c**", "<ul><li>a\n  b</li><li><strong>c</strong></li></ul>"),
         ("```bash\nrm <x>\n\ny\n```", "<pre><code>rm &lt;x&gt;\n\ny</code></pre>"),
         ("[a](../b.md#c)", '<p><a href="../b.md#c">a</a></p>'),
