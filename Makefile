@@ -16,7 +16,7 @@ help:  ## this list
 $(STAMP): EXTRA := dev
 $(RUNS): EXTRA := train
 # Before anything is made of the wrong one, which would stay.
-VERSION := import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"Python 3.11 or newer is needed, $(PYTHON) is {v[0]}.{v[1]}; name another: make PYTHON=python3.12 ...")
+VERSION := import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Python 3.11 or newer is needed, %s is %d.%d; name another: make PYTHON=python3.12 ..." % (sys.executable, v[0], v[1]))
 
 $(STAMP) $(RUNS): pyproject.toml constraints.txt
 	@$(PYTHON) -c '$(VERSION)'

@@ -251,8 +251,8 @@ class Attempt:
         """What all have alike, a row from each replica, bucket by bucket."""
         return [encoding.payloads_RB for _, encoding in self._buckets]
 
-    def catch_up_(self, given: Sequence[Tensor], decoding: Decoding) -> None:
-        """Apply the payloads that another replica has applied, and has now given to this one."""
+    def take_over_(self, given: Sequence[Tensor]) -> None:
+        """Before `apply_late_`: take the payloads that another replica has applied, and has now given to this one."""
         own, sent = self.header.replica, [payloads_RB[self.header.replica].clone() for payloads_RB in self.payloads]
         for payloads_RB, theirs_RB in zip(self.payloads, given, strict=True):
             payloads_RB.copy_(theirs_RB)
@@ -265,7 +265,6 @@ class Attempt:
         if own in self.refused:
             for bucket, encoding in self._buckets:
                 self._route.leave_out_(bucket, encoding)
-        self.apply_late_(decoding)
 
     def take_back_(self) -> None:
         """Undo what was encoded; or, where that was a step ago and its gradients are gone, return what was sent."""

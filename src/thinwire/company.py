@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.attempt import Attempt, announce_plan, give_up_
+from thinwire.core.combine import Decoding
 from thinwire.core.errors import ThinwireError, check_float
 from thinwire.exchange.agreement import AllGather, hold_roll_call
 from thinwire.exchange.apart import group_apart, says_apart
@@ -72,6 +73,11 @@ class Company:
         before, self.is_torn = self.is_torn, True
         yield
         self.is_torn = before  # a later step does not mend an earlier one
+
+    def apply_late_(self, attempt: Attempt, decoding: Decoding) -> None:
+        """See `Attempt.apply_late_`."""
+        with self.torn_on_error():
+            attempt.apply_late_(decoding)
 
     def check_whole(self) -> None:
         """Raise where such parameters would be trained or saved."""

@@ -252,8 +252,8 @@ class Membership:
                 self._transport.copy_(payloads_RB, f"payloads of the last step, bucket {bucket}", source, followers)
             if own in followers:
                 self._attempted = 0  # if it cannot follow now, it will not be able to later
-                with optimizer._company.torn_on_error():
-                    known.catch_up_(given, optimizer._decoding)
+                known.take_over_(given)
+                optimizer._company.apply_late_(known, optimizer._decoding)
                 optimizer._count(1)
                 self.end(known)
                 return True

@@ -275,8 +275,8 @@ class DeMo(Optimizer):
             self._ended(None)
             self._handle_trouble(troubled, attempt.names)
             return
-        with self._delay.at_true_parameters(self._local.tensors), self._company.torn_on_error():
-            attempt.apply_late_(self._decoding)
+        with self._delay.at_true_parameters(self._local.tensors):
+            self._company.apply_late_(attempt, self._decoding)
         self._count(1)
         self._ended(attempt)
 
@@ -319,8 +319,7 @@ class DeMo(Optimizer):
             self._count(-1)
             self._handle_trouble(troubled, attempt.names)
         elif attempt.refused:
-            with self._company.torn_on_error():
-                attempt.apply_late_(self._decoding)
+            self._company.apply_late_(attempt, self._decoding)
 
     def _count(self, steps: int) -> None:
         for group in self.param_groups:

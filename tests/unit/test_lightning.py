@@ -1,5 +1,6 @@
 """What Lightning's own loop does around a DeMo step."""
 
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,3 +57,6 @@ def test_half_precision_gradients_are_clipped_after_they_are_unscaled() -> None:
     assert (optimizer.num_steps, optimizer.num_skipped_steps) == (3, 0)
     assert not torch.equal(module.layer.weight, before)
     assert module.clipped == pytest.approx([0.5] * 3, rel=1e-3)
+    # By that name Lightning finds the scaler's state in a checkpoint.
+    assert type(trainer.precision_plugin).__qualname__ == type(plugin).__qualname__
+    pickle.loads(pickle.dumps(type(trainer.precision_plugin)))  # as processes that are spawned get it

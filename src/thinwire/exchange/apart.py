@@ -8,8 +8,8 @@ import torch.distributed as dist
 from thinwire.core.errors import ExchangeError, first_line
 from thinwire.exchange.agreement import AllGather, hold_roll_call
 
-# One for all optimizers: groups are never freed while the default one lives.
-_made: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = WeakKeyDictionary()
+# One for all optimizers that wait as long: groups are never freed while the default one lives.
+_made: "WeakKeyDictionary[dist.ProcessGroup, dict[float, dist.ProcessGroup]]" = WeakKeyDictionary()
 
 
 def says_apart(is_apart: bool) -> list[str]:
@@ -21,11 +21,12 @@ def group_apart(all_gather: AllGather, timeout_seconds: float) -> dist.ProcessGr
     """A group of all ranks besides the default one. Collective over the latter, which ``all_gather`` leads to."""
     world = dist.group.WORLD
     assert world is not None
-    is_made = world in _made
-    hold_roll_call([*says_apart(True), f"which is there: {is_made}"], all_gather, "rank")
-    if not is_made:
+    made = _made.setdefault(world, {})
+    waits = f"which waits for {timeout_seconds:g} s and is there: {timeout_seconds in made}"
+    hold_roll_call([*says_apart(True), waits], all_gather, "rank")
+    if timeout_seconds not in made:
         try:
-            _made[world] = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
+            made[timeout_seconds] = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
         except RuntimeError as error:
             raise ExchangeError(f"no process group for overlap could be made: {first_line(error)}") from error
-    return _made[world]
+    return made[timeout_seconds]

@@ -9,24 +9,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins import precision
 from lightning.pytorch.strategies import DDPStrategy
 
 from thinwire.integrations.replica_files import load_beside, remove_beside, save_beside
 from thinwire.optimizer import DeMo
 
 
-class _UnscaledFirst(MixedPrecision):
+class MixedPrecision(precision.MixedPrecision):
     """Gradients are unscaled before they are clipped. Lightning leaves that to optimizers that know a scaler, and refuses to
-    clip; DeMo knows it so that all replicas skip a step together."""
-
-    # Lightning keeps the scaler's state in checkpoints by this name.
-    __qualname__ = MixedPrecision.__qualname__
+    clip; DeMo knows it so that all replicas skip a step together. Its name is that by which Lightning keeps the scaler's
+    state in checkpoints."""
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **options: Any
     ) -> Any:
-        """As `MixedPrecision`."""
+        """As Lightning's."""
 
         def unscaled() -> Any:
             result = closure()
@@ -38,7 +36,7 @@ class _UnscaledFirst(MixedPrecision):
 
     def clip_gradients(self, *arguments: Any, **options: Any) -> None:
         """As without mixed precision."""
-        Precision.clip_gradients(self, *arguments, **options)
+        precision.Precision.clip_gradients(self, *arguments, **options)
 
 
 class DeMoStrategy(DDPStrategy):
@@ -48,14 +46,14 @@ class DeMoStrategy(DDPStrategy):
     _checkpoint: Path | None = None
 
     @property
-    def precision_plugin(self) -> Precision:
+    def precision_plugin(self) -> precision.Precision:
         """As the trainer has set it, with gradients that can be clipped."""
         return super().precision_plugin
 
     @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        if type(plugin) is MixedPrecision:  # who has a class of one's own knows what it does
-            plugin = _UnscaledFirst(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[arg-type]
+    def precision_plugin(self, plugin: precision.Precision | None) -> None:
+        if type(plugin) is precision.MixedPrecision:  # who has a class of one's own knows what it does
+            plugin = MixedPrecision(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[arg-type]
         self._precision_plugin = plugin
 
     def configure_ddp(self) -> None:

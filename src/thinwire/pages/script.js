@@ -57,6 +57,7 @@
     };
     // Arrow keys go from point to point: along lines from left to right, and from row to row.
     const walk = (event) => {
+      if (event.altKey || event.ctrlKey || event.metaKey) return;
       if (event.key === "Escape") return clear();
       const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
       if (!step) return;
@@ -64,10 +65,13 @@
       const axes = data.x ? [0, 1] : [1, 0];
       const spots = shownSeries().flatMap((one) => one.points);
       spots.sort((a, b) => a[axes[0]] - b[axes[0]] || a[axes[1]] - b[axes[1]]);
-      const stops = data.x ? spots.filter((spot, at) => !at || spot[0] - spots[at - 1][0] > 0.6) : spots;
-      const at = stops.indexOf(now);
-      const next = at < 0 ? (step > 0 ? 0 : stops.length - 1) : Math.min(stops.length - 1, Math.max(0, at + step));
-      if (stops.length) say(stops[next]);
+      const stops = [];
+      for (const spot of spots) if (!data.x || !stops.length || spot[0] - stops.at(-1)[0] > 0.6) stops.push(spot);
+      if (!stops.length) return;
+      // A pointer may have named another point of the same column.
+      const at = now && stops.findIndex((spot) => (data.x ? Math.abs(spot[0] - now[0]) <= 0.6 : spot === now));
+      const next = now === null || at < 0 ? (step > 0 ? 0 : stops.length - 1) : at + step;
+      say(stops[Math.min(stops.length - 1, Math.max(0, next))]);
     };
     const say = (best) => {
       now = best;

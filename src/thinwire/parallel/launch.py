@@ -137,7 +137,7 @@ def _wait_for_all(replicas: Sequence[subprocess.Popen[bytes]]) -> list[int]:
 def start_one() -> None:
     """What the launcher of a single replica does; its first argument is how often it may start it anew."""
     most_restarts, *arguments = sys.argv[1:]
-    end_with_parent()
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     for num_restarts in range(int(most_restarts) + 1):
         try:
             launch(arguments, 1, 0)
@@ -150,11 +150,6 @@ def start_one() -> None:
             if not getattr(error, "may_pass", False) or num_restarts == int(most_restarts):
                 sys.exit(1)
             time.sleep(1.0)
-
-
-def end_with_parent() -> None:
-    """End this process within a second or so of the one that started it, however that ends."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
 
 def _end_with(parent: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from thinwire.core.combine import Decoding
 from thinwire.core.errors import NonFiniteGradientError
 from thinwire.exchange.choice import OWNER
-from thinwire.exchange.plan import ExchangePlan, Stack, with_owners
+from thinwire.exchange.plan import ExchangePlan, Stack, stack_records, with_owners
 from thinwire.exchange.slices import clear_
 from thinwire.exchange.transport import SoloTransport
 from thinwire.local_step import Encoding, LocalStep
@@ -236,10 +236,14 @@ class VirtualReplicas:
         if is_lost:
             return
         # A dense tensor sends a share of all its elements: what stays of them is not an error.
-        whole = {entry.tensor for stack in self._bucket.stacks if stack.share == 1 for entry in stack.entries}
-        for index, (tensor, left_CE) in enumerate(zip(local.tensors, usual, strict=True)):
-            if index in whole and not self.keeps_errors:
-                left_CE.masked_fill_(tensor.momentum_CE != left_CE, 0.0)
+        for stack in (stack for stack in self._bucket.stacks if stack.share == 1 and not self.keeps_errors):
+            indices_CK, _ = stack.codec.decode(stack_records(room.payload_B, stack))
+            for entry in stack.entries:
+                sent_CK = indices_CK[entry.first_chunk :][: entry.layout.num_chunks]
+                # What is void has the number of elements as its index.
+                room_CE = torch.nn.functional.pad(usual[entry.tensor], (0, 1)).scatter_(1, sent_CK, 0.0)
+                usual[entry.tensor].copy_(room_CE[:, :-1])
+        for tensor, left_CE in zip(local.tensors, usual, strict=True):
             tensor.momentum_CE.lerp_(left_CE, 1 - self.returned)
 
     def _apply(self, sent: Sent) -> None:

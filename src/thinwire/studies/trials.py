@@ -5,13 +5,14 @@ import math
 import os
 import random
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from thinwire.bench.environment import commit, environment
 from thinwire.core.errors import NonFiniteGradientError, check_float, check_int
 from thinwire.exchange.choice import OWNER
 from thinwire.local_step import LocalStep
-from thinwire.parallel.launch import end_with_parent
 from thinwire.studies.simulation import OnDevice, Simulation, VirtualReplicas
 from thinwire.studies.weather import Weather
 from thinwire.training.config import DECOUPLED_OPTIMIZERS, TrainConfig
@@ -313,9 +313,17 @@ def _shared_rows(books: Sequence[Book]) -> Iterator[tuple[Book, Row]]:
 
 
 def _begin_worker() -> None:
-    end_with_parent()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     torch.set_num_threads(1)
+
+
+def _end_with_parent() -> None:
+    """However that ends: a pool's processes wait for ever for one that was killed."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _run_in_worker(trial: Trial, device: str) -> Row:

@@ -229,7 +229,7 @@ def test_the_figure_is_a_png_with_something_on_it(num_replicas: int, rate: float
 
 
 def test_ddp_is_not_taken_for_faster_where_fewer_coefficients_are() -> None:
-    report = make_report(tensors_from_count(10_000_000), 32, Link(3e9, 0.02), 0.1)
+    report = make_report(tensors_from_count(10_000_000), 32, Link(3e9, 0.02), 1.0)
     advice = recommend(report)
     fastest = min(report.predictions, key=lambda row: row.step_seconds)
     assert (advice.prediction.topk is None) == (fastest.topk is None)
