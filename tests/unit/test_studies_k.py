@@ -122,7 +122,7 @@ def test_bytes_received_are_those_of_all_others() -> None:
 
 
 def test_losses_of_two_sizes_are_not_on_one_line(tmp_path: Path) -> None:
-    """q4 was trained in both, q5 in the small size alone: all losses are the small ones, until q5 has more, too."""
+    """Those of q4 and q5 stand beside q7's own rows of the same size."""
 
     def store(study: str, size: str) -> None:
         contenders = {"q4": q4_why_k.contenders, "q5": q5_choice_of_k.contenders}[study](size)
@@ -131,15 +131,17 @@ def test_losses_of_two_sizes_are_not_on_one_line(tmp_path: Path) -> None:
         rows = [{"trial": one.at(one.rate, 0).facts, "loss": loss, "sent_bytes": 1, "memory": 1.0} for one in contenders]
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def losses() -> set[str]:
-        text = q7_bytes.STUDY.find([], tmp_path).text
+    def losses(size: str) -> set[str]:
+        rows = [
+            {"trial": trial.facts, "median_step_seconds": 1.0, "parameters": 1} for trial in q7_bytes.STUDY.plan(size, [])
+        ]
+        text = q7_bytes.STUDY.find(rows, tmp_path).text
         return {loss for loss in ("2.000", "3.000") if loss in text}
 
     for study, size in (("q4", "small"), ("q4", "medium"), ("q5", "small")):
         store(study, size)
-    assert losses() == {"3.000"}
-    store("q5", "medium")
-    assert losses() == {"2.000"}
+    assert losses("small") == {"3.000"}
+    assert losses("medium") == {"2.000"}
 
 
 def test_a_step_over_a_link_waits_for_its_bytes() -> None:

@@ -84,9 +84,10 @@ def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
 
 
 def _size_of(rows: Sequence[Row]) -> str:
-    """That of the model, which the small and the medium size have alike."""
-    known = {row["trial"]["recipe"] for row in rows}
-    return FULL if text_trial(FULL).recipe in known else SMALL
+    """The small and the medium size have one model, and the latter several rounds."""
+    if text_trial(FULL).recipe in {row["trial"]["recipe"] for row in rows}:
+        return FULL
+    return MEDIUM if len({row["trial"]["settings"].get("seed", 0) for row in rows}) > 1 else SMALL
 
 
 def _seconds(rows: Sequence[Row], contender: Contender) -> float | None:
@@ -163,13 +164,8 @@ class Reading:
 
 
 def _read(rows: Sequence[Row], results: Path) -> Reading:
-    size = _size_of(rows)
-    # The medium size has the small one's model, and better losses; those of two sizes must not be on one line.
-    sizes = (FULL,) if size == FULL else (MEDIUM, SMALL)
-    found = [
-        (_newest(results, q4.STUDY, q4.contenders(one)), _newest(results, q5.STUDY, q5.contenders(one))) for one in sizes
-    ]
-    why, choice = next((pair for pair in found if all(pair)), max(found, key=lambda pair: sum(map(len, pair))))
+    size = _size_of(rows)  # losses are of the same: those of two sizes must not be on one line
+    why, choice = (_newest(results, one.STUDY, one.contenders(size)) for one in (q4, q5))
     losses = {update: q4.of_rule(why, update) for update in _RULES}
     losses[q5.RULE] = {**q5.of_usual_chunk(choice), **losses[q5.RULE]}
     shown = {update: {topk: one for topk, one in found.items() if topk in TOPKS} for update, found in losses.items()}
