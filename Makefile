@@ -64,7 +64,7 @@ docs-serve: docs  ## the same, to be read in a browser on this machine
 bench: $(STAMP)  ## CPU step time and memory beside pytorch-optimizer's DeMo; rows under results/
 	$(BIN)/python benchmarks/cpu_step.py
 
-studies-small: $(STAMP)  ## run all studies anew in their small size, some 20 minutes on two cores; are conclusions those stored?
+studies-small: $(STAMP)  ## run all studies anew in their small size, 9 to 18 minutes on two cores; are conclusions those stored?
 	$(BIN)/thinwire study run all --size small --at-once 2 --results runs/studies-small
 	$(BIN)/thinwire study compare runs/studies-small
 
