@@ -56,7 +56,7 @@ _VARIED: dict[str, tuple[dict[str, Any], ...]] = {
 _OF_TRIALS = {one.name for one in fields(Trial)}
 
 
-def _base(size: str, method: str) -> tuple[Trial, float]:
+def base(size: str, method: str) -> tuple[Trial, float]:
     """Where a search begins, and the learning rate there."""
     if method == ADAMW:
         return text_trial(size, "adamw"), DENSE_RATES[size]["adamw"]
@@ -64,7 +64,8 @@ def _base(size: str, method: str) -> tuple[Trial, float]:
     return text_trial(size, settings=start.settings), start.rate
 
 
-def _varied(trial: Trial, what: Mapping[str, Any]) -> Trial:
+def changed(trial: Trial, what: Mapping[str, Any]) -> Trial:
+    """The same training but for this: settings of the run, or of the trial."""
     settings = {name: value for name, value in what.items() if name not in _OF_TRIALS}
     others = {name: value for name, value in what.items() if name in _OF_TRIALS}
     return replace(trial, settings={**trial.settings, **settings}, **others)
@@ -79,9 +80,9 @@ def contenders(size: str) -> dict[tuple[str, str], Contender]:
     """By method and what differs; as they are, first. In the small size each has one difference."""
     found = {}
     for method, varied in _VARIED.items():
-        trial, rate = _base(size, method)
+        trial, rate = base(size, method)
         for what in ({}, *(varied[:1] if size == SMALL else varied)):
-            found[method, words_for(what)] = Contender(f"{method}, {words_for(what)}", _varied(trial, what), rate)
+            found[method, words_for(what)] = Contender(f"{method}, {words_for(what)}", changed(trial, what), rate)
     return found
 
 
