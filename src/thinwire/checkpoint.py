@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from thinwire.core.balance import ENERGIES
 from thinwire.core.errors import CheckpointError, check_int
 from thinwire.core.update_rules import UPDATE_RULES
 from thinwire.exchange.plan import first_difference
@@ -71,7 +72,7 @@ def load(optimizer: "DeMo", state_dict: dict[str, Any], residual: str) -> None:
 def check(optimizer: "DeMo", state_dict: dict[str, Any], residual: str) -> list[tuple[Tensor, Tensor | None]]:
     """Raise if it cannot be loaded; else pairs of (this optimizer's tensor, the saved one or None for zeros)."""
     _check_identity(optimizer, state_dict, residual)
-    _check_groups(optimizer, state_dict)
+    _check_groups(optimizer, state_dict, residual)
     return _check_state(optimizer, state_dict["state"], residual)
 
 
@@ -109,7 +110,7 @@ def _check_identity(optimizer: "DeMo", state_dict: dict[str, Any], residual: str
         )
 
 
-def _check_groups(optimizer: "DeMo", state_dict: dict[str, Any]) -> None:
+def _check_groups(optimizer: "DeMo", state_dict: dict[str, Any], residual: str) -> None:
     saved = [len(group["params"]) for group in state_dict["param_groups"]]
     mine = [len(group["params"]) for group in optimizer.param_groups]
     if saved != mine:
@@ -120,6 +121,12 @@ def _check_groups(optimizer: "DeMo", state_dict: dict[str, Any]) -> None:
             check_int("num_steps", theirs.get("num_steps"), 0)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"group {index} of the checkpoint: {error}") from error
+        was, now = theirs.get("balance", 0.0), own["balance"]
+        if residual == "exact" and (was > 0) != (now > 0):
+            raise CheckpointError(
+                f"group {index} of the checkpoint was trained with balance={was}, this optimizer has balance={now}; build "
+                "it as it was, or pass residual='zero' or 'keep'"
+            )
 
 
 def _taken(group: dict[str, Any]) -> dict[str, Any]:
@@ -138,14 +145,16 @@ def _check_state(
     for index, (parameter, rule) in enumerate(zip(parameters, rules, strict=True)):
         if _was_never_trained(parameter, index, saved_state):
             continue
-        for name in ("momentum", *UPDATE_RULES[rule].state_names) if parameter in optimizer.state else ():
+        names = ("momentum", *UPDATE_RULES[rule].state_names, *ENERGIES)
+        for name in names if parameter in optimizer.state else ():
             mine = optimizer.state[parameter].get(name)
-            if mine is None:  # frozen since before its group had this rule
-                continue
-            if name == "momentum" and residual == "zero":
-                wanted.append((mine, None))
+            if mine is None:  # frozen since before its group had this rule, or not balanced
                 continue
             theirs = saved_state.get(index, {}).get(name)
+            is_found_anew = name in ENERGIES and residual != "exact" and getattr(theirs, "shape", None) != mine.shape
+            if is_found_anew or (name == "momentum" and residual == "zero"):
+                wanted.append((mine, None))
+                continue
             if not isinstance(theirs, torch.Tensor) or theirs.shape != mine.shape or theirs.dtype != mine.dtype:
                 found = f"{tuple(theirs.shape)} {theirs.dtype}" if isinstance(theirs, torch.Tensor) else "nothing"
                 raise CheckpointError(

@@ -6,6 +6,7 @@ tensor after `zero_grad`), so they are compared at each step, and a table that n
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from thinwire.core.combine import Decoding
 from thinwire.core.scratch import Scratch
 from thinwire.exchange.plan import Entry, Stack
+from thinwire.fused_balance import FusedBalance
 from thinwire.kernels import decode, encode, undo
 from thinwire.kernels.table import ChunkTable, Cut, Row, upload_rows
 from thinwire.slabs import LocalTensor
@@ -36,6 +38,7 @@ class Form(NamedTuple):
     parameter: torch.dtype
     padded: bool
     aligned: bool
+    balanced: bool = False
 
 
 class FusedStack:
@@ -50,6 +53,7 @@ class FusedStack:
         self._encoded: list[ChunkTable] = []
         """The tables that are in the payload: what `undo_` must take back, from the gradients that are held for it."""
         self._held: dict[int, Tensor] = {}
+        self._balance = FusedBalance(tensors, [entry.tensor for entry in stack.entries])
         rows_of_chunks: dict[tuple[int, ...], Tensor] = {}
         self._encode_tables = _Tables(stack.entries, verdict.device, rows_of_chunks)
         # Tensors of one shape side by side, so that a rule on whole matrices can change many together.
@@ -60,6 +64,7 @@ class FusedStack:
         """See `StackStep`. A gradient with NaN or Inf in it is reported in the payload's header."""
         self._encoded.clear()
         gradients = self._held = self._gradients()
+        self._balance.note_(gradients, group.balance)
         codec, offset = self._stack.codec, self._stack.offset_bytes
         for _, table in self._encode_tables.update(lambda entry: self._encode_row(entry, gradients.get(entry.tensor))):
             encode.encode_(
@@ -72,6 +77,7 @@ class FusedStack:
         codec, offset = self._stack.codec, self._stack.offset_bytes
         for table in self._encoded:
             undo.undo_(table, codec, payload_B, offset, self._units_C, self._hints_C, self._settings(group), self._verdict)
+        self._balance.undo_(self._verdict)
         self.forget()
 
     def give_back_(self, payload_B: Tensor, units: Tensor | float) -> None:
@@ -85,6 +91,7 @@ class FusedStack:
         """See `StackStep`."""
         self._encoded.clear()
         self._held = {}
+        self._balance.forget()
 
     def _settings(self, group: GroupStep) -> encode.Settings:
         return encode.Settings(group.decay, group.gradient_scale, self._stack.share, Trouble(group.trouble, 0).pack())
@@ -172,7 +179,12 @@ class FusedStack:
     def _encode_row(self, entry: Entry, gradient: Tensor | None) -> tuple[Form, Row]:
         local = self._tensors[entry.tensor]
         row = Row(0 if gradient is None else gradient.data_ptr(), local.momentum_CE.data_ptr(), 0, 0)
-        return self._form(entry, local, None if gradient is None else gradient.dtype, row), row
+        form = self._form(entry, local, None if gradient is None else gradient.dtype, row)
+        weights = self._balance.weights.get(entry.tensor)
+        if weights is None:
+            return form, row
+        row_weights, col_weights = (one.data_ptr() for one in weights)
+        return form._replace(balanced=True), replace(row, parameter=row_weights, rule_state=col_weights)
 
     def _apply_row(self, entry: Entry, targets: dict[int, Tensor], direction: Tensor | None) -> tuple[Form, Row]:
         local = self._tensors[entry.tensor]
@@ -231,7 +243,8 @@ class _Tables:
             rows.append([row.gradient, row.momentum, row.parameter, *shape, row.rule_state, entry.tensor])
             first += its.num_chunks
         row_of_chunk_C = self._row_of_chunk([entry for entry, _ in members])
-        return ChunkTable(upload_rows(rows, self._device), row_of_chunk_C, cut, form.gradient, form.momentum, form.parameter)
+        kinds = (form.gradient, form.momentum, form.parameter, form.balanced)
+        return ChunkTable(upload_rows(rows, self._device), row_of_chunk_C, cut, *kinds)
 
     def _row_of_chunk(self, entries: list[Entry]) -> Tensor:
         """To which row each chunk belongs, one copy for all tables of the same tensors."""

@@ -42,6 +42,8 @@ class DeMo(Optimizer):
         chunk: edge of the chunks a matrix is cut into.
         topk: coefficients kept per full ``chunk x chunk`` chunk; smaller chunks keep in proportion, at least one.
         weight_decay: decoupled, ``p <- p * (1 - lr * weight_decay)``.
+        balance: above 0, rows and columns of a gradient are divided by their usual size before the transform, so that no
+            neuron takes all places among the strongest; the decay of what is taken for usual, such as 0.95.
         update: what the decoded direction does to the parameters: sign, sgd, adamw, lion or muon.
         values: how kept coefficients are written: float32, bfloat16, int8, int4, sign_scale or sign; ``auto`` is sign for
             the rules sign, lion and muon, and sign_scale for sgd and adamw.
@@ -92,6 +94,7 @@ class DeMo(Optimizer):
         chunk: int = 64,
         topk: int = 32,
         weight_decay: float = 0.0,
+        balance: float = 0.0,
         update: str = "sign",
         values: str = "auto",
         lr_in_momentum: bool = False,
@@ -136,7 +139,7 @@ class DeMo(Optimizer):
         group_options: dict[str, Any] = {"lr": lr, "momentum_decay": momentum_decay, "chunk": chunk, "topk": topk}
         group_options |= {"weight_decay": weight_decay, "update": update, "values": values, "betas": betas, "eps": eps}
         group_options |= {"lr_in_momentum": lr_in_momentum, "layout": layout, "dense_below": dense_below}
-        group_options |= {"maximize": maximize, "momentum_dtype": momentum_dtype}
+        group_options |= {"maximize": maximize, "momentum_dtype": momentum_dtype, "balance": balance}
         options.check_group(group_options)
         self._is_ready = False
         super().__init__(params, group_options)

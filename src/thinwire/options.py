@@ -20,7 +20,7 @@ _AUTO_VALUES = {"sign": "sign", "lion": "sign", "muon": "sign", "adamw": "sign_s
 MOMENTUM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 # What decides the plan or the shape of the state: a checkpoint does not overwrite these.
-STRUCTURAL_OPTIONS = ("chunk", "topk", "values", "layout", "dense_below", "update", "momentum_dtype")
+STRUCTURAL_OPTIONS = ("chunk", "topk", "values", "layout", "dense_below", "update", "momentum_dtype", "balance")
 # What changes no byte of the plan but must be equal on all replicas at every step.
 SETTINGS = ("lr", "momentum_decay", "weight_decay", "update", "lr_in_momentum", "betas", "eps", "maximize")
 _OPTIONS = frozenset({*STRUCTURAL_OPTIONS, *SETTINGS})
@@ -73,6 +73,9 @@ def check_group(group: Mapping[str, Any]) -> None:
     check_float("lr", lr_of(group), 0.0)
     check_float("momentum_decay", group["momentum_decay"], 0.0, 1.0)
     check_float("weight_decay", group["weight_decay"], 0.0)
+    check_float("balance", group["balance"], 0.0, 1.0)
+    if group["balance"] == 1:
+        raise ValueError("balance must be a number from 0 to below 1, got 1: it is the decay of a running mean")
     check_int("chunk", group["chunk"], 1)
     check_int("topk", group["topk"], 1)
     check_int("dense_below", group["dense_below"], 0)
@@ -127,4 +130,4 @@ def coding_of(group: Mapping[str, Any]) -> Coding:
 def settings_lines(index: int, group: Mapping[str, Any]) -> list[str]:
     """A group's settings, a line each, for the agreement between replicas."""
     values = {**group, "lr": lr_of(group), "betas": tuple(group["betas"])}
-    return [f"group {index} {name}: {values[name]!r}" for name in SETTINGS]
+    return [f"group {index} {name}: {values[name]!r}" for name in (*SETTINGS, "balance")]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from thinwire.core.balance import ENERGIES, is_balanced, num_energies
 from thinwire.core.layout import empty_momentum, matrix_shape
 from thinwire.core.update_rules import UPDATE_RULES, Hyper
 from thinwire.exchange.dealing import Dealing, Rows, Share
@@ -47,7 +48,7 @@ def signature_of(groups: Sequence[Group], state: State) -> list[object]:
     state moved to other tensors."""
     signature: list[object] = []
     for group in groups:
-        signature.append((coding_of(group), group["update"], group["momentum_dtype"]))
+        signature.append((coding_of(group), group["update"], group["momentum_dtype"], group["balance"] > 0))
         for parameter in group["params"]:
             kept = [id(tensor) for tensor in state[parameter].values()] if parameter in state else []
             local = local_of(parameter)
@@ -136,19 +137,26 @@ def _rows(spec: TensorSpec, parameter: Tensor, groups: Sequence[Group]) -> Rows:
             "between replicas as process_group (thinwire.parallel.sharded.distribute does so)"
         )
     group = groups[spec.group]
-    return Rows.of(spec.shape, coding_of(group), UPDATE_RULES[group["update"]].whole_matrices)
+    return Rows.of(spec.shape, coding_of(group), needs_whole_matrices(group))
 
 
 def _check_whole_matrices(spec: TensorSpec, group: Group) -> None:
-    """Refuse a rule on whole matrices where this rank has only a piece of them."""
-    if spec.part is None or 0 in spec.shape or not UPDATE_RULES[group["update"]].whole_matrices:
+    """Refuse what needs whole matrices where this rank has only a piece of them."""
+    if spec.part is None or 0 in spec.shape or not needs_whole_matrices(group):
         return
     whole, chunk = spec.part.whole_shape, group["chunk"]
     if len(whole) < 2 or matrix_shape(whole, chunk)[1:] != matrix_shape(spec.shape, chunk)[1:]:
+        is_rule = UPDATE_RULES[group["update"]].whole_matrices
+        what, instead = ("update", "use another rule") if is_rule else ("balance", "leave it at 0")
         raise ValueError(
-            f"update={group['update']!r} needs whole matrices, and this rank has {spec.shape} of {spec.name}, which is "
-            f"{whole}; use another rule for sharded matrices, or leave them unsharded"
+            f"{what}={group[what]!r} needs whole matrices, and this rank has {spec.shape} of {spec.name}, which is "
+            f"{whole}; {instead} for sharded matrices, or leave them unsharded"
         )
+
+
+def needs_whole_matrices(group: Group) -> bool:
+    """Whether the rule looks at whole matrices, or what comes before it does."""
+    return UPDATE_RULES[group["update"]].whole_matrices or group["balance"] > 0
 
 
 def _local_tensor(
@@ -165,10 +173,17 @@ def _local_tensor(
         )
     state["momentum"] = momentum.to(dtype=dtype, device=device).contiguous()
     local = LocalTensor(parameter, state["momentum"], share=share)
+    kind = (device, local.compute_dtype)
     for name in UPDATE_RULES[group["update"]].state_names:
         tensor = state.get(name, torch.zeros(local.parameter.shape, device="cpu"))
-        state[name] = tensor.to(dtype=local.compute_dtype, device=device).contiguous()
+        state[name] = tensor.to(*kind).contiguous()
         local.rule_state[name] = state[name]
+    if group["balance"] > 0:
+        for name, number in zip(ENERGIES, num_energies(layout), strict=True):
+            energy = state.get(name, torch.zeros(number, device="cpu"))
+            state[name] = (energy if len(energy) == number else torch.zeros(number, device="cpu")).to(*kind)
+        if is_balanced(layout):
+            local = replace(local, energies=(state[ENERGIES[0]], state[ENERGIES[1]]))
     return local
 
 
@@ -193,6 +208,7 @@ def group_step(group: Group, grad_scale: float | None, num_under_way: int, is_un
         hyper=Hyper(lr, group["num_steps"] + num_under_way + 1, tuple(group["betas"]), group["eps"]),
         weight_decay=group["weight_decay"],
         chunk=group["chunk"],
+        balance=group["balance"],
         trouble=Problem.NONFINITE if grad_scale is None else Problem.OVERFLOW,
     )
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.checkpoint import KEY, check_form, identity
+from thinwire.core.balance import ENERGIES, num_energies
 from thinwire.core.errors import CheckpointError, check_choice
 from thinwire.core.layout import ChunkLayout, Part, bands_of, crop_to_rows, plan_layout
 from thinwire.core.scratch import Scratch
@@ -115,6 +116,9 @@ class _Piece:
         compute_dtype = torch.promote_types(dtype, torch.float32)
         names = UPDATE_RULES[group["update"]].state_names
         self.rule_state = {name: torch.zeros(cut.shape, dtype=compute_dtype, device="cpu") for name in names}
+        sizes = zip(ENERGIES, num_energies(cut.layout) if group["balance"] else (), strict=False)
+        self.energies = {name: torch.zeros(size, dtype=compute_dtype, device="cpu") for name, size in sizes}
+        """Those of the first saved replica whose momentum is taken; 0, to be found anew, where it is cut otherwise."""
         self.num_found: dict[int, int] = {}
         """Elements found of each saved replica."""
         self.seen: set[tuple[int, tuple[int, ...]]] = set()
@@ -135,7 +139,7 @@ class _Piece:
     def state(self) -> dict[str, Tensor]:
         """As the optimizer keeps it."""
         rule_state = {name: tensor.view(self._shape) for name, tensor in self.rule_state.items()}
-        return {"momentum": self.momentum_CE.to(self._momentum_dtype), **rule_state}
+        return {"momentum": self.momentum_CE.to(self._momentum_dtype), **rule_state, **self.energies}
 
 
 def _wanted(optimizer: DeMo) -> dict[int, _Piece]:
@@ -189,6 +193,9 @@ def _take(piece: _Piece, theirs: _Cut, state: dict[str, Tensor], replica: int, s
     piece.seen.add((replica, theirs.offset))
     piece.num_found[replica] = piece.num_found.get(replica, 0) + num_shared
     if share:
+        for name, energy in piece.energies.items():
+            if theirs == piece.cut and name in state and not energy.any():
+                energy.copy_(state[name])
         momentum_CE = state["momentum"].double()
         if theirs != piece.cut:
             elements = torch.zeros(piece.cut.shape, **_EXACT)

@@ -33,7 +33,8 @@ class LocalTensor:
     """A parameter, and what this replica keeps for it: residual momentum (C, E) and the state of its update rule.
 
     ``source`` is the parameter as the model has it; all work is done on the part of it that lies on this rank, or that this
-    rank of an island owns, its ``share``. ``owned_CE`` is the owner's residual of the chunks that this replica owns, if any.
+    rank of an island owns, its ``share``. ``owned_CE`` is the owner's residual of the chunks that this replica owns, if any,
+    and ``energies`` those of the rows and columns of its gradients (`thinwire.core.balance`), if they are balanced.
     """
 
     source: Tensor
@@ -41,6 +42,7 @@ class LocalTensor:
     rule_state: dict[str, Tensor] = field(default_factory=dict)
     share: Share | None = None
     owned_CE: Tensor = field(default_factory=lambda: torch.empty(0, 0, device="cpu"))
+    energies: tuple[Tensor, Tensor] | None = None
 
     @property
     def parameter(self) -> Tensor:

@@ -20,6 +20,8 @@ class GroupStep:
     hyper: Hyper
     weight_decay: float
     chunk: int
+    balance: float = 0.0
+    """The decay of the energies that rows and columns of gradients are divided by; 0 leaves gradients as they are."""
     trouble: Problem = Problem.NONFINITE
     """What it is if a gradient has NaN or Inf in it."""
 

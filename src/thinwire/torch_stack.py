@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core import transform
+from thinwire.core.balance import balanced, note_
 from thinwire.core.combine import Decoding, combine
 from thinwire.core.exact import inverse_exact_
 from thinwire.core.layout import bands_of, chunks_view, crop_to_rows, matrix_shape, rows_of
@@ -30,11 +31,12 @@ class TorchStack:
         """The slabs that are in the payload, each with the sender's unit (or 1): what is needed to undo them, with the
         gradients that are held for it."""
         self._held: dict[int, Tensor] = {}
+        self._energies_before: list[tuple[Tensor, Tensor]] = []
 
     def encode_(self, group: GroupStep, payload_B: Tensor) -> None:
         """See `StackStep`."""
         self._finished.clear()
-        gradients, scratch = self._gradients(), Scratch()
+        gradients, scratch = self._gradients(group), Scratch()
         self._held = gradients
         records_CB = stack_records(payload_B, self._stack)
         for slab in self._slabs:
@@ -54,12 +56,15 @@ class TorchStack:
                 before = momentum_CE.to(slab.dtype)
                 self._accumulate(piece, before, gradients, 1.0, -group.gradient_scale, scratch)
                 momentum_CE.copy_(before.mul_(1 / group.decay if group.decay else 0.0))
+        for energy, energy_before in self._energies_before:
+            energy.copy_(energy_before)
         self._finished.clear()
         self.forget()
 
     def forget(self) -> None:
         """See `StackStep`."""
         self._held = {}
+        self._energies_before = []
 
     def give_back_(self, payload_B: Tensor, units: Tensor | float) -> None:
         """See `StackStep`."""
@@ -115,9 +120,17 @@ class TorchStack:
         found = [unit for _, unit in self._finished if isinstance(unit, Tensor)]
         return torch.cat([unit.to(found[0].device) for unit in found]) if found else 1.0
 
-    def _gradients(self) -> dict[int, Tensor]:
+    def _gradients(self, group: GroupStep) -> dict[int, Tensor]:
         found = ((entry.tensor, self._tensors[entry.tensor].gradient) for entry in self._stack.entries)
-        return {index: gradient.contiguous() for index, gradient in found if gradient is not None}
+        gradients = {index: gradient.contiguous() for index, gradient in found if gradient is not None}
+        self._energies_before = []
+        for index, gradient in gradients.items() if group.balance else ():
+            energies = self._tensors[index].energies
+            if energies is not None:
+                self._energies_before += [(energy, energy.clone()) for energy in energies]
+                note_(gradient, energies, group.balance)
+                gradients[index] = balanced(gradient, energies)
+        return gradients
 
     def _momentum_of(self, piece: Piece) -> Tensor:
         return self._tensors[piece.tensor].momentum_CE[piece.tensor_chunks]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from thinwire import DeMo, slabs
+from thinwire.core.balance import ENERGIES, is_balanced
 from thinwire.core.combine import COMBINE_RULES
 from thinwire.core.layout import matrix_shape, plan_layout
 from thinwire.core.reference import Oracle
@@ -71,6 +72,7 @@ def follow(shape: tuple[int, ...], num_replicas: int, num_steps: int, seed: int,
         share=stack.share,
         transform=not layout.dense,
         lr_in_momentum=options["lr_in_momentum"],
+        balance=options.get("balance", 0.0) if is_balanced(layout) else 0.0,
         **owner,
     )
     is_clear = torch.ones(view, dtype=torch.bool)
@@ -88,6 +90,9 @@ def follow(shape: tuple[int, ...], num_replicas: int, num_steps: int, seed: int,
         assert torch.allclose(difference, torch.zeros_like(difference), atol=tolerance), "parameters"
         expected = torch.stack(oracle.momenta[replica]).view_as(momentum)
         assert torch.allclose(momentum, expected, atol=1e-7), "residual momentum"
+        for name, energies in zip(ENERGIES, oracle.energies[replica], strict=True):
+            if options.get("balance") and is_balanced(layout):
+                assert torch.allclose(state[name], torch.tensor(energies, dtype=torch.float64), atol=1e-12), name
     if owner:
         residual = torch.cat([state["owner_residual"] for _, state in results])
         assert torch.allclose(residual, torch.stack(oracle.residuals).view_as(residual), atol=tolerance), "owners' residuals"
@@ -175,6 +180,20 @@ def test_any_shape_with_clipped_values(shape: tuple[int, ...], num_replicas: int
 def test_muon_on_any_shape(shape: tuple[int, ...], chunk: int, seed: int) -> None:
     options = {"topk": 6, "values": "sign_scale", "combine": "mean_over_replicas", "lr_in_momentum": False}
     follow(shape, 2, 2, seed, update="muon", chunk=chunk, dense_below=0, **options)
+
+
+@given(
+    shape=st.lists(st.integers(1, 14), min_size=0, max_size=4).map(tuple).filter(lambda shape: math.prod(shape) <= 1500),
+    num_replicas=st.integers(1, 3),
+    chunk=st.integers(1, 9),
+    update=st.sampled_from(["sgd", "muon"]),
+    balance=st.sampled_from([0.5, 0.95]),
+    dense_below=st.sampled_from([0, 20]),
+    seed=st.integers(0, 2**32),
+)
+def test_any_shape_balanced(shape: tuple[int, ...], num_replicas: int, update: str, seed: int, **options: Any) -> None:
+    options |= {"topk": 6, "values": "sign_scale", "combine": "mean_over_replicas", "lr_in_momentum": False}
+    follow(shape if update == "sgd" or math.prod(shape) else (3, 5), num_replicas, 3, seed, update=update, **options)
 
 
 def test_a_tensor_larger_than_a_tile_is_handled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,26 @@ def from_chunks(chunks: list[Tensor], shape: tuple[int, int, int], edges: tuple[
     return matrices
 
 
+def balance(gradient: Tensor, rows: list[float], cols: list[float], decay: float) -> Tensor:
+    """Divide each row, and each column, by the root of its running mean square, beside the mean of all; stacked matrices
+    share their columns. Takes the gradient into the means, which are ``rows`` and ``cols``."""
+    lines = gradient.reshape(len(rows), len(cols)).tolist()
+    for means, members in ((rows, lines), (cols, list(zip(*lines, strict=True)))):
+        for index, values in enumerate(members):
+            means[index] = decay * means[index] + (1 - decay) * sum(value**2 for value in values) / len(values)
+    mean = sum(rows) / len(rows)
+    if mean == 0:
+        return gradient
+    least = 1e-6 * mean
+    return torch.tensor(
+        [
+            [value * mean / math.sqrt(max(row, least) * max(col, least)) for value, col in zip(line, cols, strict=True)]
+            for line, row in zip(lines, rows, strict=True)
+        ],
+        dtype=torch.float64,
+    ).view(gradient.shape)
+
+
 def strongest(chunk: list[float], num_kept: int) -> list[int]:
     """The K largest magnitudes that are not 0; of equals the lower index."""
     order = sorted(range(len(chunk)), key=lambda index: (-abs(chunk[index]), index))
@@ -179,6 +199,9 @@ class Oracle:
         self.momenta = [to_chunks(zeros, edges, False) for _ in range(num_replicas)]
         self.residuals = to_chunks(zeros, edges, False)
         self.state: dict[str, Tensor] = {}
+        self.energies: list[tuple[list[float], list[float]]] = [
+            ([0.0] * (zeros.shape[0] * zeros.shape[1]), [0.0] * zeros.shape[2]) for _ in range(num_replicas)
+        ]
         self.step_count = 0
         self.closest_call = 1.0
 
@@ -188,6 +211,9 @@ class Oracle:
         transform, in_momentum = bool(o.get("transform", True)), bool(o.get("lr_in_momentum", False))
         self.step_count += 1
         self.parameter *= 1 - lr * weight_decay
+        if o.get("balance"):
+            pairs = zip(gradients, self.energies, strict=True)
+            gradients = [balance(gradient.double(), *energies, float(o["balance"])) for gradient, energies in pairs]  # type: ignore[arg-type]
         for momentum, gradient in zip(self.momenta, gradients, strict=True):
             for m, g in zip(momentum, to_chunks(gradient.double(), self.edges, transform), strict=True):
                 m.mul_(decay).add_(g * (lr if in_momentum else 1.0))

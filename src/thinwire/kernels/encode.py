@@ -43,6 +43,7 @@ from thinwire.kernels.table import (
     record_place,
     store_tile,
     tile_of,
+    weights_of,
 )
 from thinwire.kernels.values import encode_values
 from thinwire.wire.codec import ChunkCodec
@@ -61,7 +62,7 @@ def _accumulate_kernel(
     ROW_EDGE: tl.constexpr, COL_EDGE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, DENSE: tl.constexpr, PADDED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr,
     GRADIENT_DTYPE: tl.constexpr, MOMENTUM_DTYPE: tl.constexpr, FEWEST: tl.constexpr, MOST: tl.constexpr,
-    STRIDE: tl.constexpr, WORD: tl.constexpr, PRECISION: tl.constexpr, UNDOES: tl.constexpr,
+    STRIDE: tl.constexpr, WORD: tl.constexpr, PRECISION: tl.constexpr, UNDOES: tl.constexpr, BALANCED: tl.constexpr,
 ):  # fmt: skip
     """``m <- decay * m + scale * A g B^T``, and a mark for each of the largest |m|; none with ``MOST`` 0.
 
@@ -97,6 +98,8 @@ def _accumulate_kernel(
             gradient_ptr = address(row_ptr, GRADIENT, GRADIENT_DTYPE, ALIGNED)
             first, offsets, exists = tile_of(row_ptr, local, rows, cols, ROW_EDGE, COL_EDGE, PADDED, ALIGNED)
             coefficients = load_tile(gradient_ptr + first + offsets, exists, FULL)
+            if BALANCED:
+                coefficients *= weights_of(row_ptr, local, rows, cols, ROW_EDGE, COL_EDGE, PADDED)
             if not DENSE:
                 coefficients = tl.dot(coefficients, col_basis, input_precision=PRECISION)
                 coefficients = tl.dot(row_basis, coefficients, input_precision=PRECISION)
@@ -328,6 +331,7 @@ def _accumulate(
         WORD=search.word,
         PRECISION=PRECISION,
         UNDOES=verdict is not None,
+        BALANCED=table.balanced,
         num_warps=cut.num_warps,
         num_stages=1,
         enable_fp_fusion=True,

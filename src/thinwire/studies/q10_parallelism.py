@@ -12,6 +12,7 @@ import torch
 
 from thinwire.exchange.plan import ExchangePlan
 from thinwire.parallel.rehearsal import Rehearsal, difference, on_a_mesh, on_whole_replicas
+from thinwire.slabs import LocalTensor
 from thinwire.studies.figure import Drawing, Page, dot, names_below, title
 from thinwire.studies.settings import DEMO_RULES, text_trial
 from thinwire.studies.simulation import Simulation, VirtualReplicas
@@ -106,8 +107,8 @@ class _Stored(VirtualReplicas):
         self._dtype = dtype
         super().__init__(model, config, num_replicas)
 
-    def _first_momenta(self) -> list[torch.Tensor]:
-        return [momentum_CE.to(self._dtype) for momentum_CE in super()._first_momenta()]
+    def _first_tensors(self) -> list[LocalTensor]:
+        return [replace(one, momentum_CE=one.momentum_CE.to(self._dtype)) for one in super()._first_tensors()]
 
 
 def _dtype(name: str) -> torch.dtype:

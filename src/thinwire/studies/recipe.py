@@ -1,18 +1,21 @@
-"""recipe: which settings of DeMo beat tuned AdamW at equal tokens, with at least 100 times fewer bytes sent?"""
+"""recipe: which settings of DeMo beat tuned AdamW at equal tokens, with at least 100 times fewer bytes sent?
+
+Both are searched alike: as many settings of each with one seed for 500 steps, the best of them for 2,000; then what was
+best there is tuned as any other contender. What was tried before that is in the rows, and so in the log of the summary.
+"""
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from thinwire.studies.figure import Drawing, Page, dot, room_for_labels, title
+from thinwire.studies.search import changed
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, PILOT, Start, text_trial
 from thinwire.studies.study import FULL, SMALL, Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row, Trial
-from thinwire.studies.tuning import Contender, Outcome, due, is_below, outcomes
+from thinwire.studies.tuning import FACTORS, SEEDS, Contender, Outcome, due, is_below, outcome, outcomes
 
-RECOMMENDED: dict[str, Any] = {**DEMO_RULES[FULL]["muon"].settings, "combine": "mean_over_replicas"}
 _LEAST_RATIO = 100
 
 
@@ -28,117 +31,143 @@ def _length(steps: int, batch: int) -> dict[str, Any]:
     }
 
 
-_SHORT, _LONGER, _LONGEST = "500 steps", "2,000 steps", "5,000 steps"
+_SHORT, _LONGER, _LONGEST, _GPT2 = "500 steps", "2,000 steps", "5,000 steps", "GPT-2, 500 steps"
 # Lengths as in the pilot, and another family of models: learned positions, biases, layer norms, no gates.
 _SET_UPS: dict[str, dict[str, Any]] = {
     _SHORT: _length(500, 128),
     _LONGER: _length(2000, 64),
     _LONGEST: _length(5000, 64),
-    "GPT-2, 500 steps": {**_length(500, 128), "architecture": "gpt2", "mlp_width": 2048},
+    _GPT2: {**_length(500, 128), "architecture": "gpt2", "mlp_width": 2048},
 }
-# Where the search began. What differs from it, one thing at a time, is tried with one seed, for 500 steps on a small text.
-_FIRST: dict[str, Any] = {**RECOMMENDED, "momentum_decay": 0.95}
-_VARIATIONS: tuple[dict[str, Any], ...] = (
-    *({"lr": lr} for lr in (3e-2, 4e-2, 6e-2)),
-    {"momentum_decay": 0.9},
-    *({"combine": rule} for rule in ("mean_over_senders", "majority_vote")),
-    *({"values": values} for values in ("sign_scale", "int4")),
-    *({"chunk": chunk, "topk": chunk**2 // 64} for chunk in (32, 128)),
-    *({"topk": topk} for topk in (32, 128)),
-    *({"weight_decay": decay} for decay in (0.01, 0.1)),
-    *({"rest_update": rule, "rest_lr": lr} for rule, lr in (("sign", 1e-3), ("adamw", 3e-3))),
-    *({"warmup_steps": steps} for steps in (10, 100)),
-    {"final_lr_share": 0.0},
-    {"schedule": "linear"},
-    {"clip": 0.0},
-)
-# The same for 2,000 steps, on more text.
-_LONGER_VARIATIONS: tuple[dict[str, Any], ...] = (
-    {"momentum_decay": 0.98},
-    {"momentum_decay": 0.98, "lr": 2e-2},
-    {"momentum_decay": 0.98, "combine": "mean_over_senders"},
-    {"momentum_decay": 0.99},
-    {"momentum_decay": 0.99, "lr": 2e-2},
-    {"final_lr_share": 0.0},
-    *({"momentum_decay": decay, "weight_decay": 0.1} for decay in (0.95, 0.98, 0.99)),
-    {"weight_decay": 0.3},
-)
-# What differs from the recommended settings, by the length; k by the kind of layer with as many bytes.
-_LATER_VARIATIONS: dict[str, tuple[dict[str, Any], ...]] = {
-    _SHORT: ({"weight_decay": 0.01}, {"topk": 256}, {"topk_of": "attn=32,mlp=80"}, {"topk_of": "attn=96,mlp=48"}),
-    _LONGER: (
-        {"weight_decay": 3e-3},
-        {"weight_decay": 0.01},
-        {"weight_decay": 0.01, "lr": 8e-2},
-        {"topk": 88, "values": "sign_scale"},
-        {"final_lr_share": 0.3},
-        {"schedule": "linear"},
+_ADAMW, _MUON, _DEMO, _SIGN = "AdamW", "Muon, averaged in full", "DeMo, muon rule", "DeMo, sign rule"
+# As they were before they were searched, and the learning rate there.
+_BASES: dict[str, Start] = {
+    _ADAMW: Start(DENSE_RATES[FULL]["adamw"], {}),
+    _DEMO: Start(4e-2, {**DEMO_RULES[FULL]["muon"].settings, "combine": "mean_over_replicas"}),
+    _MUON: Start(DENSE_RATES[FULL]["muon"], {}),
+    _SIGN: Start(1e-3, {"update": "sign", "topk": 64, "momentum_decay": 0.99}),
+}
+_OPTIMIZERS = {_ADAMW: "adamw", _MUON: "muon"}
+# ``warmup`` is a share of the steps.
+_LINEAR, _SLOW = {"schedule": "linear"}, {"warmup": 0.25}
+_BRIEF, _BALANCED, _FALLING = {"beta1": 0.8}, {"balance": 0.95}, {"topk": 96, "later_topk": 32}
+_SEARCHED: dict[str, tuple[dict[str, Any], ...]] = {
+    _ADAMW: (
+        _BRIEF,
+        {"beta1": 0.7},
+        {"beta2": 0.999},
+        {"weight_decay": 0.1},
+        _SLOW,
+        _LINEAR,
+        {**_BRIEF, **_SLOW},
+        {**_BRIEF, **_LINEAR},
+        {**_BRIEF, **_SLOW, **_LINEAR},
     ),
-    _LONGEST: ({"weight_decay": 0.01},),
+    _DEMO: (
+        _BALANCED,
+        {"balance": 0.99},
+        {**_BALANCED, "momentum_decay": 0.95},
+        {**_BALANCED, **_SLOW},
+        {**_BALANCED, **_LINEAR},
+        {**_BALANCED, **_FALLING},
+        {**_BALANCED, **_FALLING, **_LINEAR},
+        {**_FALLING, **_LINEAR},
+        _LINEAR,
+    ),
 }
-# AdamW has other settings, too: what differs from its own, for 2,000 steps.
-_ADAMW_VARIATIONS: tuple[dict[str, Any], ...] = (
-    {"weight_decay": 0.1},
-    {"weight_decay": 0.1, "lr": 2e-3},
-    {"beta2": 0.99},
-    {"beta2": 0.999},
-    {"beta1": 0.8},
-    {"beta1": 0.95},
-    {"final_lr_share": 0.0},
-    {"schedule": "linear"},
-    {"beta1": 0.8, "schedule": "linear"},
-)
-# k of the first and of the second half of the steps, with the bytes of the recommended one.
-_SCHEDULES_OF_K = ((32, 96), (96, 32))
-# What a search with very small models found (`thinwire.studies.search`).
-_FOUND_SMALL = ({"topk": 96, "schedule": "linear"}, 32)
-# k, and the share of what was sent that goes back into the momentum, which a large k would empty.
-_RETURNED = {_SHORT: ((120, 0.5), (256, 0.75)), _LONGER: ((120, 0.5),)}
-_ONE_SEED = {"lr": 4e-2, "seed": 0}
-_SIGN = Start(1e-3, {"update": "sign", "topk": 64, "momentum_decay": 0.99})
-_DENSE = {"AdamW": "adamw", "Muon, averaged in full": "muon"}
+_MOST_LONGER = 4
+"""How many of them are tried for 2,000 steps, too."""
+_FOUND_AT = {_SHORT: _SHORT, _LONGER: _LONGER, _LONGEST: _LONGER, _GPT2: _SHORT}
+"""Where the settings were found with which a set-up is trained."""
 
 
-def _trial(optimizer: str = "demo", **settings: Any) -> Trial:
+def _trial(set_up: str, method: str, what: Mapping[str, Any]) -> Trial:
     """Of 26 million parameters."""
-    return Trial("gpt-small", 4, optimizer, {**PILOT, **settings})
+    settings = {**PILOT, **_BASES[method].settings, **_SET_UPS[set_up]}
+    what = dict(what)
+    if "warmup" in what:
+        what["warmup_steps"] = int(settings["steps"] * what.pop("warmup"))
+    return changed(Trial("gpt-small", 4, _OPTIMIZERS.get(method, "demo"), settings), what)
 
 
-def _contenders(set_up: str) -> list[Contender]:
-    if set_up == SMALL:
-        found = [Contender(name, text_trial(SMALL, one), DENSE_RATES[SMALL][one]) for name, one in _DENSE.items()]
-        settings = {**RECOMMENDED, **DEMO_RULES[SMALL]["muon"].settings}
-        return [*found, Contender("DeMo, recommended", text_trial(SMALL, settings=settings), 8e-2)]
-    length = _SET_UPS[set_up]
-    found = [Contender(name, _trial(one, **length), DENSE_RATES[FULL][one]) for name, one in _DENSE.items()]
-    found.append(Contender("DeMo, recommended", _trial(**RECOMMENDED, **length), 4e-2))
+def _contender(set_up: str, method: str, what: Mapping[str, Any], name: str, rate: float = 0.0) -> Contender:
+    return Contender(name, _trial(set_up, method, what), rate or _BASES[method].rate)
+
+
+def _tries(set_up: str, method: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """What is to be tried there; nothing yet where it depends on what was not tried before."""
     if set_up == _SHORT:
-        found.append(Contender("DeMo, sign rule", _trial(**_SIGN.settings, **length), _SIGN.rate))
-    return found
+        return [{}, *_SEARCHED[method]]
+    best = _ranked(_SHORT, method, rows)
+    return [{}, *[what for what in best if what][:_MOST_LONGER]]
+
+
+def _ranked(set_up: str, method: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """All that was to be tried, the best with one seed and the usual rate first; nothing unless all was."""
+    found = []
+    for what in _tries(set_up, method, rows):
+        trial = _first(set_up, method, what)
+        loss = next((row["loss"] or float("inf") for row in rows if row["trial"] == trial.facts), None)
+        if loss is None:
+            return []
+        found.append((loss, what))
+    return [what for _, what in sorted(found, key=lambda pair: pair[0])]
+
+
+def _first(set_up: str, method: str, what: Mapping[str, Any]) -> Trial:
+    return _contender(set_up, method, what, "").at(_BASES[method].rate, SEEDS[0])
+
+
+def searched_name(method: str) -> str:
+    """Of a method with the settings that were best in its search."""
+    return f"{method}, searched"
+
+
+def _searched(set_up: str, method: str, rows: Sequence[Row]) -> Contender | None:
+    """A method with the best of the settings that were tried; None while the search goes on."""
+    ranked = _ranked(_FOUND_AT[set_up], method, rows)
+    if not ranked:
+        return None
+    rate = 0.0
+    if set_up == _LONGEST:  # at the rate that was best before
+        before = _searched(_LONGER, method, rows)
+        found = outcome(before, rows) if before is not None else None
+        if found is None or len(found.losses) + found.num_failed < len(SEEDS):
+            return None
+        rate = found.rate
+    return _contender(set_up, method, ranked[0], searched_name(method), rate)
+
+
+def _contenders(set_up: str, rows: Sequence[Row]) -> list[Contender]:
+    if set_up == SMALL:
+        starts = {_ADAMW: "adamw", _MUON: "muon"}
+        found = [Contender(name, text_trial(SMALL, one), DENSE_RATES[SMALL][one]) for name, one in starts.items()]
+        settings = {**_BASES[_DEMO].settings, **DEMO_RULES[SMALL]["muon"].settings}
+        demo = Contender(_DEMO, text_trial(SMALL, settings=settings), 8e-2)
+        return [*found, demo, Contender(searched_name(_DEMO), changed(demo.trial, _BALANCED), 8e-2)]
+    methods = (_ADAMW, _DEMO, _MUON, _SIGN) if set_up == _SHORT else (_ADAMW, _DEMO, _MUON)
+    usual = [_contender(set_up, method, {}, method) for method in methods]
+    searched = (_searched(set_up, method, rows) for method in _SEARCHED)
+    return [*(one for one in searched if one is not None), *usual]
 
 
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
     if size == SMALL:
-        return due(_contenders(SMALL), rows, size)
-    tried = [_trial(**{**_FIRST, **_ONE_SEED, **one}) for one in _VARIATIONS]
-    tried += [_trial(**{**_FIRST, **_SET_UPS[_LONGER], **_ONE_SEED, **one}) for one in _LONGER_VARIATIONS]
-    adamw = {**_SET_UPS[_LONGER], "lr": DENSE_RATES[FULL]["adamw"], "seed": 0}
-    tried += [_trial("adamw", **{**adamw, **one}) for one in _ADAMW_VARIATIONS]
-    tried += [_try(set_up, **one) for set_up, each in _LATER_VARIATIONS.items() for one in each]
-    tried += [replace(_try(_SHORT, topk=first), later_topk=then) for first, then in _SCHEDULES_OF_K]
-    settings, then = _FOUND_SMALL
-    tried += [replace(_try(set_up, **settings), later_topk=then) for set_up in (_SHORT, _LONGER)]
-    tried += [replace(_try(set_up, topk=k), returned=share) for set_up, each in _RETURNED.items() for k, share in each]
-    return [trial for set_up in _SET_UPS for trial in due(_contenders(set_up), rows, size)] + tried
-
-
-def _try(set_up: str, **settings: Any) -> Trial:
-    return _trial(**{**RECOMMENDED, **_SET_UPS[set_up], **_ONE_SEED, **settings})
+        return due(_contenders(SMALL, rows), rows, size)
+    searches = [(at, method) for at in (_SHORT, _LONGER) for method in _SEARCHED]
+    tried = [_first(at, method, what) for at, method in searches for what in _tries(at, method, rows)]
+    wanted = []
+    for set_up in _SET_UPS:
+        factors = FACTORS[:1] if set_up == _LONGEST else FACTORS
+        for one in _contenders(set_up, rows):
+            wanted.append((one.name not in map(searched_name, _SEARCHED), due([one], rows, size, factors=factors)))
+    wanted.sort(key=lambda pair: pair[0])  # what was searched comes first, where time may be short
+    return [*tried, *(trial for _, trials in wanted for trial in trials)]
 
 
 def _found(rows: Sequence[Row]) -> dict[str, dict[str, Outcome]]:
     """By the set-up."""
-    found = {set_up: outcomes(_contenders(set_up), rows) for set_up in (SMALL, *_SET_UPS)}
+    found = {set_up: outcomes(_contenders(set_up, rows), rows) for set_up in (SMALL, *_SET_UPS)}
     return {set_up: by_name for set_up, by_name in found.items() if by_name}
 
 

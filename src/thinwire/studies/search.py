@@ -57,8 +57,8 @@ _OF_TRIALS = {one.name for one in fields(Trial)}
 AS_SEARCHED = "as searched"
 """What other studies call the settings that were best here. They say what these are, in `SEARCHED_WORDS`."""
 SEARCHED_WORDS = (
-    "*As searched*: what was best of all that `search` tried with 200 steps of the smallest model: for AdamW a first beta of "
-    "0.8, a quarter of the steps of warm-up and a linear fall; for DeMo k 96, then 32, with 4 bits and a linear fall."
+    "*As searched*: what was best of all that `search` tried with 200 steps of the smallest model: for AdamW a first beta "
+    "of 0.8, a quarter of the steps of warm-up and a linear fall; for DeMo k 96, then 32, with 4 bits and a linear fall."
 )
 _BEST: dict[str, dict[str, Any]] = {
     ADAMW: {"beta1": 0.8, "schedule": "linear"},

@@ -156,7 +156,7 @@ class VirtualReplicas:
         self._delay = config.optim.delay
         self._under_way: deque[Sent] = deque()
         self._backend = config.optim.kernels
-        self._prepare([self._first_momenta() for _ in range(num_replicas)])
+        self._prepare([self._first_tensors() for _ in range(num_replicas)])
         self.owner: VirtualOwner | None = None
         if config.optim.exchange == OWNER and num_replicas > 1:
             owner_topk = config.optim.owner_topk or None
@@ -168,16 +168,15 @@ class VirtualReplicas:
         """Whether what the codec rounded away stays in the momentum."""
         self._has_trouble = torch.zeros((), dtype=torch.bool, device=self.payloads_RB.device)
 
-    def _first_momenta(self) -> list[Tensor]:
-        """Of one replica."""
-        return [torch.zeros_like(one.momentum_CE) for one in self.optimizer._local.tensors]
+    def _first_tensors(self) -> list[LocalTensor]:
+        """Of one replica: what it keeps for itself is 0, and all else is there once."""
+        return [_with_own(one) for one in self.optimizer._local.tensors]
 
-    def _prepare(self, momenta: Sequence[Sequence[Tensor]]) -> None:
-        """Steps and room for the optimizer's plan; each replica has momenta of its own."""
-        plan, shared = self.optimizer.plan, self.optimizer._local.tensors
+    def _prepare(self, tensors: Sequence[Sequence[LocalTensor]]) -> None:
+        """Steps and room for the optimizer's plan, for the tensors of each replica."""
+        plan = self.optimizer.plan
         (self._bucket,) = plan.buckets
-        own = ([replace(one, momentum_CE=m) for one, m in zip(shared, mine, strict=True)] for mine in momenta)
-        self.replicas = [LocalStep(plan, tensors, self._backend, self._decoding) for tensors in own]
+        self.replicas = [LocalStep(plan, mine, self._backend, self._decoding) for mine in tensors]
         room = self.replicas[0].empty(self._bucket, 0, self._num_replicas)
         self.payloads_RB = room.payloads_RB
         self._rooms = [Encoding(self.payloads_RB, r, room.findings_RW, room.told_RW) for r in range(self._num_replicas)]
@@ -189,7 +188,7 @@ class VirtualReplicas:
         for group in self.optimizer.param_groups:
             group["topk"] = topk
         self.optimizer._refresh()
-        self._prepare([[tensor.momentum_CE for tensor in local.tensors] for local in self.replicas])
+        self._prepare([local.tensors for local in self.replicas])
 
     @property
     def sent_bytes(self) -> int:
@@ -284,6 +283,11 @@ class VirtualOwner:
             owned.answer_(sent.payloads_RB, decoding, sent.groups[stack.group].decay, self._answer_B)
             owned.commit_()
         self._local.apply_(self._bucket, sent.groups, self._answer_B[None], for_answers(decoding))
+
+
+def _with_own(shared: LocalTensor) -> LocalTensor:
+    energies = shared.energies and (torch.zeros_like(shared.energies[0]), torch.zeros_like(shared.energies[1]))
+    return replace(shared, momentum_CE=torch.zeros_like(shared.momentum_CE), energies=energies)
 
 
 def _check_finite(gradients: Sequence[Tensor | None]) -> None:

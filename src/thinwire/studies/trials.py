@@ -34,6 +34,9 @@ from thinwire.training.wording import count
 
 Row = dict[str, Any]
 
+# What recipes were given later, and trials did not have: a row that does not speak of it is without.
+_SINCE: dict[str, Any] = {"balance": 0.0}
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -68,7 +71,8 @@ class Trial:
     @property
     def config(self) -> TrainConfig:
         """What is trained."""
-        return override(build(self.recipe, self.optimizer), self.settings, f"a trial of {self.recipe}")
+        settings = {**_SINCE, **self.settings}
+        return override(build(self.recipe, self.optimizer), settings, f"a trial of {self.recipe}")
 
     def build(self, device: torch.device) -> Simulation:
         """The training, before its first step."""

@@ -13,7 +13,7 @@ from thinwire.studies.study import SMALL, table
 from thinwire.studies.trials import Row, Trial
 
 SEEDS = (0, 1, 2)
-_FACTORS = (1.0, 0.5, 2.0)
+FACTORS = (1.0, 0.5, 2.0)
 _STEP = 2.0
 _MOST_TRIES = 5
 
@@ -66,11 +66,16 @@ def is_below(one: Outcome, other: Outcome) -> bool:
     return not one.num_failed and max(one.losses) < min(other.losses)
 
 
-def due(contenders: Sequence[Contender], rows: Sequence[Row], size: str, seeds: Sequence[int] = SEEDS) -> list[Trial]:
+def due(
+    contenders: Sequence[Contender],
+    rows: Sequence[Row],
+    size: str,
+    seeds: Sequence[int] = SEEDS,
+    factors: Sequence[float] = FACTORS,
+) -> list[Trial]:
     """What is to be run next, knowing these rows: the first of a grid, one beyond its edge, or the other seeds."""
-    return [
-        trial for contender in contenders for trial in _due(contender, rows, seeds, (1.0,) if size == SMALL else _FACTORS)
-    ]
+    grid = factors[:1] if size == SMALL else factors
+    return [trial for contender in contenders for trial in _due(contender, rows, seeds, grid)]
 
 
 def _due(contender: Contender, rows: Sequence[Row], seeds: Sequence[int], factors: Sequence[float]) -> list[Trial]:

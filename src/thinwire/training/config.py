@@ -128,6 +128,9 @@ class OptimConfig:
     """DeMo: with rest_update, the peak learning rate of these."""
     momentum_decay: float = 0.999
     """DeMo: decay of the momentum."""
+    balance: float = 0.0
+    """DeMo: above 0, rows and columns of gradients are divided by their usual size, so that all count alike when the
+    strongest are chosen; the decay of what is taken for usual, such as 0.95."""
     topk: int = 32
     """DeMo: coefficients sent per chunk. sparseloco: elements sent per chunk."""
     topk_of: str = ""
@@ -299,7 +302,7 @@ _AT_LEAST_ZERO = (
     *("print_every", "sample_tokens", "threads", "port", "check_drift_every", "slot", "min_replicas", "dense_steps"),
     *("owner_topk", "islands"),
 )
-_FROM_ZERO_TO_ONE = ("momentum_decay", "beta1", "beta2", "final_lr_share", "outer_momentum")
+_FROM_ZERO_TO_ONE = ("momentum_decay", "balance", "beta1", "beta2", "final_lr_share", "outer_momentum")
 
 
 _MOST_LEVELS = 127
@@ -318,7 +321,7 @@ def check(config: TrainConfig, num_replicas: int) -> None:
         check_float(name, values[name], 0.0, 1.0)
     for name in ("lr", "rest_lr", "weight_decay", "clip", "outer_lr", "bucket_mb"):
         check_float(name, values[name], 0.0)
-    for name in ("beta1", "beta2"):
+    for name in ("beta1", "beta2", "balance"):
         if values[name] == 1:
             raise ValueError(f"{name} must be from 0 to below 1, got {values[name]}")
     check_float("timeout_seconds", values["timeout_seconds"], 1.0)
@@ -333,7 +336,7 @@ def check(config: TrainConfig, num_replicas: int) -> None:
                 raise ValueError(f"{name}={values[name]!r} is no part of the published algorithm; use optimizer=demo")
     if config.optim.overlap and config.optim.clip:
         raise ValueError(f"overlap sends gradients before their norm is known: clip={config.optim.clip} must be 0 with it")
-    for name in ("overlap", "delay", "look_ahead", "clip_to_median", "rest_update", "topk_of"):
+    for name in ("overlap", "delay", "look_ahead", "clip_to_median", "rest_update", "topk_of", "balance"):
         if values[name] and config.optim.optimizer != "demo":
             raise ValueError(f"{name} is an option of optimizer=demo, not of {config.optim.optimizer}")
     if config.optim.on_nonfinite != "raise" and config.optim.optimizer != "demo":

@@ -121,6 +121,7 @@ class Decoupled:
                 groups,
                 config.lr,
                 **common,
+                balance=config.balance,
                 update=config.update,
                 values=config.values,
                 combine=config.combine,
