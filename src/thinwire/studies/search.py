@@ -18,7 +18,7 @@ ADAMW, DEMO = "AdamW", "DeMo, muon rule"
 _AS_IT_IS = "as it is"
 _NO_ERRORS = {"keeps_errors": False}
 # What both have, and what is each one's own; k by the kind of layer, or by half of the steps, with about as many bytes. Last
-# come the best of those together, of which each method has three.
+# come the best of those together.
 _SCHEDULES: tuple[dict[str, Any], ...] = (
     {"warmup_steps": 5},
     {"warmup_steps": 50},
@@ -28,6 +28,7 @@ _SCHEDULES: tuple[dict[str, Any], ...] = (
     {"weight_decay": 0.01},
     {"weight_decay": 0.1},
 )
+_ADAMW_BEST: dict[str, Any] = {"beta1": 0.8, "warmup_steps": 50, "schedule": "linear"}
 _VARIED: dict[str, tuple[dict[str, Any], ...]] = {
     ADAMW: (
         *({"beta1": beta} for beta in (0.8, 0.7, 0.95)),
@@ -35,7 +36,12 @@ _VARIED: dict[str, tuple[dict[str, Any], ...]] = {
         *_SCHEDULES,
         {"beta1": 0.8, "warmup_steps": 50},
         {"beta1": 0.7, "warmup_steps": 50},
-        {"beta1": 0.8, "warmup_steps": 50, "schedule": "linear"},
+        _ADAMW_BEST,
+        *({**_ADAMW_BEST, "beta2": beta} for beta in (0.95, 0.999)),
+        {**_ADAMW_BEST, "beta1": 0.7},
+        {**_ADAMW_BEST, "warmup_steps": 80},
+        {**_ADAMW_BEST, "final_lr_share": 0.0},
+        {**_ADAMW_BEST, "weight_decay": 0.1},
     ),
     DEMO: (
         *({"momentum_decay": decay} for decay in (0.9, 0.98)),
@@ -51,6 +57,11 @@ _VARIED: dict[str, tuple[dict[str, Any], ...]] = {
         {"values": "int4", "schedule": "linear"},
         {"topk": 96, "later_topk": 32, "schedule": "linear"},
         {"topk": 96, "later_topk": 32, "values": "int4", "schedule": "linear"},
+        *({"balance": decay} for decay in (0.9, 0.95, 0.99)),
+        {"balance": 0.95, "momentum_decay": 0.9},
+        {"balance": 0.95, "schedule": "linear"},
+        {"balance": 0.95, "topk": 96, "later_topk": 32, "schedule": "linear"},
+        {"balance": 0.95, "topk": 96, "later_topk": 32, "values": "int4", "schedule": "linear"},
     ),
 }
 _OF_TRIALS = {one.name for one in fields(Trial)}
