@@ -3,12 +3,12 @@
 It computes what `thinwire.core.balance` does. The kernel that accumulates multiplies by the weights as it reads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from thinwire.core.balance import LEAST_SHARE
+from thinwire.core.balance import LEAST_SHARE, Energies, mean_squares
 from thinwire.slabs import LocalTensor
 from thinwire.wire.payload import Verdict
 
@@ -18,11 +18,14 @@ class FusedBalance:
 
     def __init__(self, tensors: Sequence[LocalTensor], members: Sequence[int]) -> None:
         self._energies = {index: energies for index in members if (energies := tensors[index].energies) is not None}
-        self._rooms = {index: tuple(map(torch.ones_like, energies)) for index, energies in self._energies.items()}
+        # At the same addresses at every step, so that no table of addresses is written anew.
+        self._rooms = {
+            index: (torch.ones_like(rows), torch.ones_like(cols)) for index, (rows, cols) in self._energies.items()
+        }
         self._lengths: dict[tuple[int, ...], Tensor] = {}
         self._noted: list[Tensor] = []
         self._before: Tensor | None = None
-        self.weights: dict[int, tuple[Tensor, ...]] = {}
+        self.weights: dict[int, Energies] = {}
         """Of rows and columns, of the tensors that have a gradient at this step."""
 
     def note_(self, gradients: Mapping[int, Tensor], decay: float) -> None:
@@ -31,24 +34,18 @@ class FusedBalance:
         mine = [index for index in gradients if index in self._energies] if decay else []
         if not mine:
             return
-        self._noted = [energy for index in mine for energy in self._energies[index]]
+        self._noted = _matrix_by_matrix(self._energies[index] for index in mine)
         self._before = torch.cat(self._noted)
-        norms, counts = [], []
-        for index in mine:
-            rows, cols = map(len, self._energies[index])
-            rows_RC = gradients[index].view(rows, cols)
-            norms += [torch.linalg.vector_norm(rows_RC, dim=dim, dtype=torch.float32) for dim in (1, 0)]
-            counts += [float(cols), float(rows)]
-        torch._foreach_mul_(norms, norms)
-        torch._foreach_div_(norms, counts)
-        torch._foreach_lerp_(self._noted, norms, 1 - decay)
-        self.weights = {index: self._rooms[index] for index in mine}  # at the same addresses every time
-        torch._foreach_copy_([room for index in mine for room in self.weights[index]], self._weights())
+        squares = _matrix_by_matrix(mean_squares(gradients[index], self._energies[index]) for index in mine)
+        torch._foreach_lerp_(self._noted, squares, 1 - decay)
+        self.weights = {index: self._rooms[index] for index in mine}
+        torch._foreach_copy_(_matrix_by_matrix(self.weights.values()), self._weights())
 
     def _weights(self) -> list[Tensor]:
         """`thinwire.core.balance.weights_of` all that was noted, in few operations."""
         sizes = tuple(map(len, self._noted))
-        if sizes not in self._lengths:  # other tensors have gradients
+        if sizes not in self._lengths:
+            self._lengths.clear()  # other tensors have gradients
             self._lengths[sizes] = torch.tensor(sizes, device="cpu").to(self._noted[0].device)
         lengths = self._lengths[sizes]
         means = torch.stack(torch._foreach_norm(self._noted, 1)) / lengths
@@ -65,3 +62,7 @@ class FusedBalance:
     def forget(self) -> None:
         """Let go of what `undo_` would need."""
         self._noted, self._before, self.weights = [], None, {}
+
+
+def _matrix_by_matrix(pairs: Iterable[Energies]) -> list[Tensor]:
+    return [one for pair in pairs for both in pair for one in both.unbind()]

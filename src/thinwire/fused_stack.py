@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from thinwire.core.balance import num_matrices
 from thinwire.core.combine import Decoding
 from thinwire.core.scratch import Scratch
 from thinwire.exchange.plan import Entry, Stack
@@ -239,7 +240,10 @@ class _Tables:
         rows, first = [], 0
         for entry, row in members:
             its = entry.layout
-            shape = (first, entry.first_chunk, its.num_rows, its.num_cols, its.chunks_per_band, its.bands_per_matrix)
+            # Where weights are those of matrices, these are told apart also where a stack is one tall matrix else.
+            matrices = num_matrices(its) if form.balanced else its.num_matrices
+            num_rows, num_bands = its.num_rows * its.num_matrices // matrices, its.num_bands // matrices
+            shape = (first, entry.first_chunk, num_rows, its.num_cols, its.chunks_per_band, num_bands)
             rows.append([row.gradient, row.momentum, row.parameter, *shape, row.rule_state, entry.tensor])
             first += its.num_chunks
         row_of_chunk_C = self._row_of_chunk([entry for entry, _ in members])

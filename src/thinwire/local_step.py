@@ -112,10 +112,10 @@ class LocalStep:
         return found
 
     def clear_residual_(self) -> None:
-        """Begin with empty momenta."""
+        """Begin with empty momenta, and without knowing how large gradients are."""
         for local in self.tensors:
-            local.momentum_CE.zero_()
-            local.owned_CE.zero_()
+            for own in (local.momentum_CE, local.owned_CE, *(local.energies or ())):
+                own.zero_()
 
     @property
     def is_fused(self) -> bool:

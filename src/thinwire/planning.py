@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.core.balance import ENERGIES, is_balanced, num_energies
+from thinwire.core.balance import ENERGIES, energy_shapes, is_balanced
 from thinwire.core.layout import empty_momentum, matrix_shape
 from thinwire.core.update_rules import UPDATE_RULES, Hyper
 from thinwire.exchange.dealing import Dealing, Rows, Share
@@ -179,9 +179,9 @@ def _local_tensor(
         state[name] = tensor.to(*kind).contiguous()
         local.rule_state[name] = state[name]
     if group["balance"] > 0:
-        for name, number in zip(ENERGIES, num_energies(layout), strict=True):
-            energy = state.get(name, torch.zeros(number, device="cpu"))
-            state[name] = (energy if len(energy) == number else torch.zeros(number, device="cpu")).to(*kind)
+        for name, shape in zip(ENERGIES, energy_shapes(layout), strict=True):
+            energy = state.get(name, torch.zeros(shape, device="cpu"))
+            state[name] = (energy if energy.shape == shape else torch.zeros(shape, device="cpu")).to(*kind)
         if is_balanced(layout):
             local = replace(local, energies=(state[ENERGIES[0]], state[ENERGIES[1]]))
     return local

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.checkpoint import KEY, check_form, identity
-from thinwire.core.balance import ENERGIES, num_energies
+from thinwire.core.balance import ENERGIES, energy_shapes
 from thinwire.core.errors import CheckpointError, check_choice
 from thinwire.core.layout import ChunkLayout, Part, bands_of, crop_to_rows, plan_layout
 from thinwire.core.scratch import Scratch
@@ -116,8 +116,8 @@ class _Piece:
         compute_dtype = torch.promote_types(dtype, torch.float32)
         names = UPDATE_RULES[group["update"]].state_names
         self.rule_state = {name: torch.zeros(cut.shape, dtype=compute_dtype, device="cpu") for name in names}
-        sizes = zip(ENERGIES, num_energies(cut.layout) if group["balance"] else (), strict=False)
-        self.energies = {name: torch.zeros(size, dtype=compute_dtype, device="cpu") for name, size in sizes}
+        shapes = zip(ENERGIES, energy_shapes(cut.layout) if group["balance"] else (), strict=False)
+        self.energies = {name: torch.zeros(shape, dtype=compute_dtype, device="cpu") for name, shape in shapes}
         """Those of the first saved replica whose momentum is taken; 0, to be found anew, where it is cut otherwise."""
         self.num_found: dict[int, int] = {}
         """Elements found of each saved replica."""

@@ -385,6 +385,9 @@ def _refused(rank: int, kind: str) -> str:
     if kind == "muon":
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
         options["update"] = "muon"
+    if kind == "balance":
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
+        options["balance"] = 0.9
     if kind == "world":
         mesh = DeviceMesh("cpu", torch.tensor([[rank]]), mesh_dim_names=names)
     if kind == "group":
@@ -415,6 +418,7 @@ REFUSED = {
     "hybrid": "are replicas of each other for DeMo",
     "wrong axis": "is a DTensor on the axis 'replicate' already",
     "muon": "update='muon' needs whole matrices",
+    "balance": "balance=0.9 needs whole matrices",
 }
 
 

@@ -346,10 +346,10 @@ def test_all_replicas_leave_a_step_out_together(policy: str, device: torch.devic
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("update", ["sign", "adamw", "muon"])
-def test_a_step_does_not_wait_for_the_gpu_and_allocates_nothing(update: str) -> None:
+@pytest.mark.parametrize(("update", "balance"), [("sign", 0.0), ("adamw", 0.0), ("muon", 0.0), ("muon", 0.9)])
+def test_a_step_does_not_wait_for_the_gpu_and_allocates_nothing(update: str, balance: float) -> None:
     parameters = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in ((256, 320), (100, 130), (64,))]
-    optimizer = DeMo(parameters, lr=1e-3, update=update, backend="triton")
+    optimizer = DeMo(parameters, lr=1e-3, update=update, balance=balance, backend="triton")
     for step in range(6):
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)

@@ -90,9 +90,9 @@ def follow(shape: tuple[int, ...], num_replicas: int, num_steps: int, seed: int,
         assert torch.allclose(difference, torch.zeros_like(difference), atol=tolerance), "parameters"
         expected = torch.stack(oracle.momenta[replica]).view_as(momentum)
         assert torch.allclose(momentum, expected, atol=1e-7), "residual momentum"
-        for name, energies in zip(ENERGIES, oracle.energies[replica], strict=True):
-            if options.get("balance") and is_balanced(layout):
-                assert torch.allclose(state[name], torch.tensor(energies, dtype=torch.float64), atol=1e-12), name
+        for which, name in enumerate(ENERGIES if options.get("balance") and is_balanced(layout) else ()):
+            energies = torch.tensor([its[which] for its in oracle.energies[replica]], dtype=torch.float64)
+            assert torch.allclose(state[name], energies, atol=1e-12), name
     if owner:
         residual = torch.cat([state["owner_residual"] for _, state in results])
         assert torch.allclose(residual, torch.stack(oracle.residuals).view_as(residual), atol=tolerance), "owners' residuals"
@@ -186,14 +186,15 @@ def test_muon_on_any_shape(shape: tuple[int, ...], chunk: int, seed: int) -> Non
     shape=st.lists(st.integers(1, 14), min_size=0, max_size=4).map(tuple).filter(lambda shape: math.prod(shape) <= 1500),
     num_replicas=st.integers(1, 3),
     chunk=st.integers(1, 9),
-    update=st.sampled_from(["sgd", "muon"]),
+    update=st.sampled_from(["sgd", "adamw"]),
     balance=st.sampled_from([0.5, 0.95]),
     dense_below=st.sampled_from([0, 20]),
     seed=st.integers(0, 2**32),
 )
 def test_any_shape_balanced(shape: tuple[int, ...], num_replicas: int, update: str, seed: int, **options: Any) -> None:
-    options |= {"topk": 6, "values": "sign_scale", "combine": "mean_over_replicas", "lr_in_momentum": False}
-    follow(shape if update == "sgd" or math.prod(shape) else (3, 5), num_replicas, 3, seed, update=update, **options)
+    # Rows of one element are of one size then, so that coefficients cancel: coarse values would make much of rounding.
+    options |= {"topk": 6, "values": "float32", "combine": "mean_over_replicas", "lr_in_momentum": False}
+    follow(shape, num_replicas, 3, seed, update=update, **options)
 
 
 def test_a_tensor_larger_than_a_tile_is_handled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

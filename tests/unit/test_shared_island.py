@@ -35,6 +35,7 @@ CASES: list[tuple[int, int, dict[str, Any]]] = [
     (3, 2, {"update": "adamw", "values": "int8", "num_buckets": 4}),
     (1, 4, {"update": "lion", "layout": "published", "exact_decode": False}),
     (2, 8, {"update": "sgd", "values": "float32", "secret": b"sixteen bytes..."}),
+    (2, 4, {"update": "sgd", "values": "float32", "balance": 0.9}),
     (3, 1, {}),
 ]
 
@@ -106,7 +107,7 @@ def _check_bytes(island: list[DeMo], plain: DeMo, tag_bytes: int) -> None:
     assert 0 <= extra - num_buckets * (len(island) - 1) * HEADER_BYTES <= num_buckets * len(island) * 8
     elements = [sum(state["momentum"].numel() for state in optimizer.state.values()) for optimizer in island]
     assert sum(elements) == sum(state["momentum"].numel() for state in plain.state.values())
-    whole = plain.param_groups[0]["update"] == "muon"
+    whole = plain.param_groups[0]["update"] == "muon" or plain.param_groups[0]["balance"] > 0
     largest = 90 * 16 if whole else 16 * 33
     assert max(elements) <= sum(elements) / len(island) + 2 * largest
     inside = island[0].traffic.inside_last_step

@@ -78,6 +78,7 @@ def real(config: TrainConfig, num_replicas: int, later_topk: int = 0) -> tuple[d
         {"update": "lion", "lr": 1e-3, "delay": 1},
         {"rest_update": "adamw", "rest_lr": 2e-3, "weight_decay": 0.1},
         {"topk_of": "attn=8,mlp=16", "weight_decay": 0.1},
+        {"balance": 0.9},
         {"exchange": "owner"},
         {"exchange": "owner", "owner_topk": 5, "update": "sign", "values": "int8", "combine": "majority_vote"},
         {"optimizer": "published"},

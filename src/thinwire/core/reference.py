@@ -48,16 +48,21 @@ def from_chunks(chunks: list[Tensor], shape: tuple[int, int, int], edges: tuple[
     return matrices
 
 
-def balance(gradient: Tensor, rows: list[float], cols: list[float], decay: float) -> Tensor:
-    """Divide each row, and each column, by the root of its running mean square, beside the mean of all; stacked matrices
-    share their columns. Takes the gradient into the means, which are ``rows`` and ``cols``."""
-    lines = gradient.reshape(len(rows), len(cols)).tolist()
+def balance(gradient: Tensor, energies: list[tuple[list[float], list[float]]], decay: float) -> Tensor:
+    """Each matrix of a gradient with every row, and column, divided by the root of its running mean square beside the mean
+    of all. Takes the gradient into these means, ``energies``."""
+    pairs = zip(gradient, energies, strict=True)
+    return torch.stack([_balance(matrix, *its, decay) for matrix, its in pairs]).view(gradient.shape)
+
+
+def _balance(matrix: Tensor, rows: list[float], cols: list[float], decay: float) -> Tensor:
+    lines = matrix.tolist()
     for means, members in ((rows, lines), (cols, list(zip(*lines, strict=True)))):
         for index, values in enumerate(members):
             means[index] = decay * means[index] + (1 - decay) * sum(value**2 for value in values) / len(values)
     mean = sum(rows) / len(rows)
     if mean == 0:
-        return gradient
+        return matrix
     least = 1e-6 * mean
     return torch.tensor(
         [
@@ -65,7 +70,7 @@ def balance(gradient: Tensor, rows: list[float], cols: list[float], decay: float
             for line, row in zip(lines, rows, strict=True)
         ],
         dtype=torch.float64,
-    ).view(gradient.shape)
+    )
 
 
 def strongest(chunk: list[float], num_kept: int) -> list[int]:
@@ -199,9 +204,8 @@ class Oracle:
         self.momenta = [to_chunks(zeros, edges, False) for _ in range(num_replicas)]
         self.residuals = to_chunks(zeros, edges, False)
         self.state: dict[str, Tensor] = {}
-        self.energies: list[tuple[list[float], list[float]]] = [
-            ([0.0] * (zeros.shape[0] * zeros.shape[1]), [0.0] * zeros.shape[2]) for _ in range(num_replicas)
-        ]
+        _, rows, cols = zeros.shape
+        self.energies = [[([0.0] * rows, [0.0] * cols) for _ in zeros] for _ in range(num_replicas)]
         self.step_count = 0
         self.closest_call = 1.0
 
@@ -213,7 +217,7 @@ class Oracle:
         self.parameter *= 1 - lr * weight_decay
         if o.get("balance"):
             pairs = zip(gradients, self.energies, strict=True)
-            gradients = [balance(gradient.double(), *energies, float(o["balance"])) for gradient, energies in pairs]  # type: ignore[arg-type]
+            gradients = [balance(gradient.double(), energies, float(o["balance"])) for gradient, energies in pairs]  # type: ignore[arg-type]
         for momentum, gradient in zip(self.momenta, gradients, strict=True):
             for m, g in zip(momentum, to_chunks(gradient.double(), self.edges, transform), strict=True):
                 m.mul_(decay).add_(g * (lr if in_momentum else 1.0))

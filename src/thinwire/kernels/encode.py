@@ -99,7 +99,7 @@ def _accumulate_kernel(
             first, offsets, exists = tile_of(row_ptr, local, rows, cols, ROW_EDGE, COL_EDGE, PADDED, ALIGNED)
             coefficients = load_tile(gradient_ptr + first + offsets, exists, FULL)
             if BALANCED:
-                coefficients *= weights_of(row_ptr, local, rows, cols, ROW_EDGE, COL_EDGE, PADDED)
+                coefficients *= weights_of(row_ptr, local, rows, cols, ROW_EDGE, COL_EDGE)
             if not DENSE:
                 coefficients = tl.dot(coefficients, col_basis, input_precision=PRECISION)
                 coefficients = tl.dot(row_basis, coefficients, input_precision=PRECISION)

@@ -155,23 +155,20 @@ def tile_of(row_ptr, local, rows, cols, ROW_EDGE: tl.constexpr, COL_EDGE: tl.con
 
 
 @triton.jit
-def weights_of(row_ptr, local, rows, cols, ROW_EDGE: tl.constexpr, COL_EDGE: tl.constexpr, PADDED: tl.constexpr):
+def weights_of(row_ptr, local, rows, cols, ROW_EDGE: tl.constexpr, COL_EDGE: tl.constexpr):
     """What the elements of a tensor's chunk ``local`` are multiplied with, where gradients are balanced."""
     num_rows = tl.load(row_ptr + NUM_ROWS).to(tl.int32)
+    num_cols = tl.load(row_ptr + NUM_COLS).to(tl.int32)
     chunks_per_band = tl.load(row_ptr + CHUNKS_PER_BAND).to(tl.int32)
+    bands_per_matrix = tl.load(row_ptr + BANDS_PER_MATRIX).to(tl.int32)
     band = local // chunks_per_band
+    matrix = band // bands_per_matrix
     col = (local - band * chunks_per_band) * COL_EDGE + cols
-    row = band * ROW_EDGE + rows
-    exists_R, exists_C = rows < ROW_EDGE, cols < COL_EDGE
-    if PADDED:
-        bands_per_matrix = tl.load(row_ptr + BANDS_PER_MATRIX).to(tl.int32)
-        matrix = band // bands_per_matrix
-        row -= matrix * bands_per_matrix * ROW_EDGE
-        exists_R = exists_R & (row < num_rows)
-        exists_C = exists_C & (col < tl.load(row_ptr + NUM_COLS).to(tl.int32))
-        row += matrix * num_rows
-    row_weights_ptr = tl.load(row_ptr + PARAMETER).to(tl.pointer_type(tl.float32))
-    col_weights_ptr = tl.load(row_ptr + RULE_STATE).to(tl.pointer_type(tl.float32))
+    row = (band - matrix * bands_per_matrix) * ROW_EDGE + rows
+    exists_R = (rows < ROW_EDGE) & (row < num_rows)
+    exists_C = (cols < COL_EDGE) & (col < num_cols)
+    row_weights_ptr = tl.load(row_ptr + PARAMETER).to(tl.pointer_type(tl.float32)) + matrix * num_rows
+    col_weights_ptr = tl.load(row_ptr + RULE_STATE).to(tl.pointer_type(tl.float32)) + matrix * num_cols
     row_weights = tl.load(row_weights_ptr + row, mask=exists_R, other=0.0)
     return row_weights * tl.load(col_weights_ptr + col, mask=exists_C, other=0.0)
 

@@ -405,6 +405,10 @@ def _check_mesh(config: TrainConfig, num_ranks: int) -> None:
         raise ValueError(
             f"update=muon needs whole matrices, and mesh has shard={shape.shard}: use another rule, such as --update sign"
         )
+    if config.optim.balance:
+        raise ValueError(
+            f"balance={config.optim.balance} needs whole matrices, and mesh has shard={shape.shard}: use --balance 0"
+        )
 
 
 def _check_islands(config: TrainConfig, num_ranks: int) -> None:

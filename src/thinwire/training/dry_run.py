@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from thinwire.core.balance import ENERGIES
 from thinwire.exchange.choice import OWNER, choose_exchange
 from thinwire.exchange.transport import SoloTransport
 from thinwire.optimizer import DeMo
@@ -86,10 +87,11 @@ def memory_bytes(config: OptimConfig, model: nn.Module, mesh: MeshShape, has_isl
         optimizer = Decoupled(config, model, model, SoloTransport()).optimizer
         states = optimizer.state.values()
         needs["momentum"] = _bytes_of(state["momentum"] for state in states)
-        apart = ("momentum", RESIDUAL, FIRST)
+        apart = ("momentum", RESIDUAL, FIRST, *ENERGIES)
         needs["state of the update rule"] = _bytes_of(
             t for state in states for name, t in state.items() if name not in apart
         )
+        needs["balance"] = _bytes_of(state[name] for state in states for name in ENERGIES if name in state)
         needs |= _exchange_bytes(optimizer, mesh.replicate)
     elif config.optimizer in PEERS:
         needs |= rehearse(config, model, mesh.replicate)[1]

@@ -260,6 +260,7 @@ def test_configurations_are_frozen() -> None:
     ("optimizer", "update", "mesh", "num_ranks", "words"),
     [
         ("demo", "muon", "shard=2", 2, "update=muon needs whole matrices, and mesh has shard=2"),
+        ("demo", "sign", "shard=2", 2, "balance=0.9 needs whole matrices, and mesh has shard=2: use --balance 0"),
         ("demo", "sign", "replicate=2,shard=2", 3, "mesh='replicate=2,shard=2' has 4 ranks, and there are 3"),
         ("demo", "sign", "tp=2", 2, "must be like replicate=2,shard=4"),
         ("adamw", "sign", "shard=2", 2, "mesh with shard=2 is for optimizer=demo, not for adamw"),
@@ -267,7 +268,8 @@ def test_configurations_are_frozen() -> None:
 )
 def test_a_mesh_that_cannot_work_is_refused(optimizer: str, update: str, mesh: str, num_ranks: int, words: str) -> None:
     base = recipes.build("quickstart", optimizer)
-    config = replace(base, optim=replace(base.optim, update=update), launch=replace(base.launch, mesh=mesh))
+    balance = 0.9 if "balance" in words else 0.0
+    config = replace(base, optim=replace(base.optim, update=update, balance=balance), launch=replace(base.launch, mesh=mesh))
     with pytest.raises(ValueError, match=re.escape(words)):
         check(config, num_ranks)
 
