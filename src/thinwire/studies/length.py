@@ -1,6 +1,6 @@
 """length: do the settings that a search found for short runs matter in longer ones? Both methods have three, and all rates.
 
-What AdamW gains from a shorter memory, or DeMo from a longer one, may be a matter of how long a run is.
+What AdamW gains from a shorter memory, or DeMo from balance, may be a matter of how long a run is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,10 @@ from thinwire.studies.tuning import Contender, Outcome, due, is_below, outcomes,
 
 _STEPS = {SMALL: (60, 120), MEDIUM: (200, 500, 1250)}
 _AS_IT_IS = "as it is"
-# What the search found to matter most with AdamW, and what long runs of large models want with DeMo.
+# What the search found to matter most.
 _ONE_DIFFERENCE: dict[str, tuple[str, dict[str, Any]]] = {
     ADAMW: ("beta1 0.8", {"beta1": 0.8}),
-    DEMO: ("decay 0.98", {"momentum_decay": 0.98}),
+    DEMO: ("balance 0.95", {"balance": 0.95}),
 }
 _SETTINGS = {method: (_AS_IT_IS, words, AS_SEARCHED) for method, (words, _) in _ONE_DIFFERENCE.items()}
 
