@@ -162,7 +162,8 @@ class DeMo(Optimizer):
     @classmethod
     def recommended(cls, params: Any, lr: float = options.RECOMMENDED_LR, **others: Any) -> "DeMo":
         """The lowest losses for their bytes: the muon rule, which wants whole matrices and costs more time than the others,
-        with 64 coefficients per chunk and a shorter memory. ``others`` are any of DeMo's options, also in place of these."""
+        with 64 coefficients per chunk, a shorter memory and balanced gradients. ``others`` are any of its options, also in
+        place of these."""
         return cls(params, lr, **{**options.RECOMMENDED_OPTIONS, **others})
 
     @classmethod

@@ -37,7 +37,7 @@ PUBLISHED_OPTIONS: dict[str, Any] = {
 }
 # What had the lowest losses for its bytes: docs/choosing.md.
 RECOMMENDED_LR = 4e-2
-RECOMMENDED_OPTIONS: dict[str, Any] = {"update": "muon", "topk": 64, "momentum_decay": 0.98}
+RECOMMENDED_OPTIONS: dict[str, Any] = {"update": "muon", "topk": 64, "momentum_decay": 0.98, "balance": 0.95}
 ON_NONFINITE = ("raise", "skip")
 ON_BAD_PAYLOAD = ("drop", "raise")
 # What torch, its schedulers and its checkpoints keep in a group, besides the options.

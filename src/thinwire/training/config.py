@@ -401,14 +401,11 @@ def _check_mesh(config: TrainConfig, num_ranks: int) -> None:
         return
     if config.optim.optimizer != "demo":
         raise ValueError(f"mesh with shard={shape.shard} is for optimizer=demo, not for {config.optim.optimizer}")
-    if config.optim.update == "muon":
-        raise ValueError(
-            f"update=muon needs whole matrices, and mesh has shard={shape.shard}: use another rule, such as --update sign"
-        )
-    if config.optim.balance:
-        raise ValueError(
-            f"balance={config.optim.balance} needs whole matrices, and mesh has shard={shape.shard}: use --balance 0"
-        )
+    instead = {"update=muon": "--update sign"} if config.optim.update == "muon" else {}
+    instead |= {f"balance={config.optim.balance}": "--balance 0"} if config.optim.balance else {}
+    if instead:
+        what, flags = " and ".join(instead), " ".join(instead.values())
+        raise ValueError(f"{what} cannot do without whole matrices, and mesh has shard={shape.shard}: use {flags}")
 
 
 def _check_islands(config: TrainConfig, num_ranks: int) -> None:

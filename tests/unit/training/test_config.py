@@ -259,8 +259,21 @@ def test_configurations_are_frozen() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "update", "mesh", "num_ranks", "words"),
     [
-        ("demo", "muon", "shard=2", 2, "update=muon needs whole matrices, and mesh has shard=2"),
-        ("demo", "sign", "shard=2", 2, "balance=0.9 needs whole matrices, and mesh has shard=2: use --balance 0"),
+        (
+            "demo",
+            "muon",
+            "shard=2",
+            2,
+            "update=muon cannot do without whole matrices, and mesh has shard=2: use --update sign",
+        ),
+        (
+            "demo",
+            "sign",
+            "shard=2",
+            2,
+            "balance=0.9 cannot do without whole matrices, and mesh has shard=2: use --balance 0",
+        ),
+        ("demo", "muon", "shard=2", 2, "update=muon and balance=0.9 cannot do without whole matrices"),
         ("demo", "sign", "replicate=2,shard=2", 3, "mesh='replicate=2,shard=2' has 4 ranks, and there are 3"),
         ("demo", "sign", "tp=2", 2, "must be like replicate=2,shard=4"),
         ("adamw", "sign", "shard=2", 2, "mesh with shard=2 is for optimizer=demo, not for adamw"),
