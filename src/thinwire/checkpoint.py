@@ -122,6 +122,8 @@ def _check_groups(optimizer: "DeMo", state_dict: dict[str, Any], residual: str) 
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"group {index} of the checkpoint: {error}") from error
         was, now = theirs.get("balance", 0.0), own["balance"]
+        if not isinstance(was, (int, float)):
+            raise CheckpointError(f"group {index} of the checkpoint has {was!r} as balance: it is damaged")
         if residual == "exact" and (was > 0) != (now > 0):
             raise CheckpointError(
                 f"group {index} of the checkpoint was trained with balance={was}, this optimizer has balance={now}; build "
@@ -140,22 +142,22 @@ def _check_state(
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Pairs of (this optimizer's tensor, the saved one or None for zeros), all known to fit."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    rules = [group["update"] for group in optimizer.param_groups for _ in group["params"]]
+    groups = [group for group in optimizer.param_groups for _ in group["params"]]
     wanted: list[tuple[Tensor, Tensor | None]] = []
-    for index, (parameter, rule) in enumerate(zip(parameters, rules, strict=True)):
+    for index, (parameter, group) in enumerate(zip(parameters, groups, strict=True)):
         if _was_never_trained(parameter, index, saved_state):
             continue
-        names = ("momentum", *UPDATE_RULES[rule].state_names, *ENERGIES)
+        names = ("momentum", *UPDATE_RULES[group["update"]].state_names, *(ENERGIES if group["balance"] else ()))
         for name in names if parameter in optimizer.state else ():
             mine = optimizer.state[parameter].get(name)
             if mine is None:  # frozen since before its group had this rule, or not balanced
                 continue
-            theirs = saved_state.get(index, {}).get(name)
-            is_found_anew = name in ENERGIES and residual != "exact" and getattr(theirs, "shape", None) != mine.shape
+            theirs: Any = saved_state.get(index, {}).get(name)
+            is_found_anew = name in ENERGIES and residual != "exact" and not _fits(theirs, mine)
             if is_found_anew or (name == "momentum" and residual == "zero"):
                 wanted.append((mine, None))
                 continue
-            if not isinstance(theirs, torch.Tensor) or theirs.shape != mine.shape or theirs.dtype != mine.dtype:
+            if not _fits(theirs, mine):
                 found = f"{tuple(theirs.shape)} {theirs.dtype}" if isinstance(theirs, torch.Tensor) else "nothing"
                 raise CheckpointError(
                     f"the checkpoint has {found} as {name} of parameter {index}, this optimizer needs "
@@ -167,6 +169,10 @@ def _check_state(
         if RESIDUAL in optimizer.state.get(parameter, {}):
             wanted.append(_owner_residual(optimizer.state[parameter], saved_state.get(index, {}), residual))
     return wanted
+
+
+def _fits(theirs: Any, mine: Tensor) -> bool:
+    return isinstance(theirs, torch.Tensor) and theirs.shape == mine.shape and theirs.dtype == mine.dtype
 
 
 def _was_never_trained(parameter: Tensor, index: int, saved_state: dict[int, dict[str, Any]]) -> bool:

@@ -1,4 +1,4 @@
-"""Balance for the fused backend: the rows and columns of many gradients in few launches, without a copy of them.
+"""Balance for the fused backend: the rows and columns of many gradients in few launches each, without a copy of them.
 
 It computes what `thinwire.core.balance` does. The kernel that accumulates multiplies by the weights as it reads.
 """
@@ -11,6 +11,8 @@ from torch import Tensor
 from thinwire.core.balance import LEAST_SHARE, Energies, mean_squares
 from thinwire.slabs import LocalTensor
 from thinwire.wire.payload import Verdict
+
+_MOST_LENGTHS = 8
 
 
 class FusedBalance:
@@ -37,21 +39,27 @@ class FusedBalance:
         self._noted = _matrix_by_matrix(self._energies[index] for index in mine)
         self._before = torch.cat(self._noted)
         squares = _matrix_by_matrix(mean_squares(gradients[index], self._energies[index]) for index in mine)
-        torch._foreach_lerp_(self._noted, squares, 1 - decay)
+        lengths = self._lengths_of(tuple(map(len, squares)))
+        # A matrix with NaN or Inf in it is not taken in: no step is taken with it, and not every way back calls `undo_`.
+        is_finite = _spread(torch.stack(torch._foreach_norm(squares, 1)).isfinite(), lengths, self._before)
+        after = self._before.lerp(torch.where(is_finite, torch.cat(squares), self._before), 1 - decay)
+        torch._foreach_copy_(self._noted, list(after.split(list(map(len, squares)))))
+        # As `thinwire.core.balance.weights_of`.
+        means = _spread(torch.stack(torch._foreach_norm(self._noted, 1)) / lengths, lengths, after)
+        weights = torch.where(means > 0, (means / torch.maximum(after, LEAST_SHARE * means)).sqrt_(), 1.0)
         self.weights = {index: self._rooms[index] for index in mine}
-        torch._foreach_copy_(_matrix_by_matrix(self.weights.values()), self._weights())
+        rooms = _matrix_by_matrix(self.weights.values())
+        torch._foreach_copy_(rooms, list(weights.split(list(map(len, rooms)))))
 
-    def _weights(self) -> list[Tensor]:
-        """`thinwire.core.balance.weights_of` all that was noted, in few operations."""
-        sizes = tuple(map(len, self._noted))
+    def _lengths_of(self, sizes: tuple[int, ...]) -> Tensor:
+        """These numbers on the device. Does not wait for it."""
         if sizes not in self._lengths:
-            self._lengths.clear()  # other tensors have gradients
-            self._lengths[sizes] = torch.tensor(sizes, device="cpu").to(self._noted[0].device)
-        lengths = self._lengths[sizes]
-        means = torch.stack(torch._foreach_norm(self._noted, 1)) / lengths
-        means = torch.repeat_interleave(means, lengths, output_size=sum(sizes))
-        weights = (means / torch.maximum(torch.cat(self._noted), LEAST_SHARE * means)).sqrt_()
-        return list(torch.where(means > 0, weights, 1.0).split(sizes))
+            if len(self._lengths) >= _MOST_LENGTHS:  # other tensors have gradients at every step
+                self._lengths.clear()
+            lengths, device = torch.tensor(sizes, device="cpu"), self._noted[0].device
+            is_cuda = device.type == "cuda"
+            self._lengths[sizes] = lengths.pin_memory().to(device, non_blocking=True) if is_cuda else lengths
+        return self._lengths[sizes]
 
     def undo_(self, verdict: Tensor) -> None:
         """If ``verdict`` (int32) is REFUSED, take `note_` back."""
@@ -62,6 +70,11 @@ class FusedBalance:
     def forget(self) -> None:
         """Let go of what `undo_` would need."""
         self._noted, self._before, self.weights = [], None, {}
+
+
+def _spread(values: Tensor, lengths: Tensor, like: Tensor) -> Tensor:
+    """Each value as often as its length says; ``like`` has as many elements."""
+    return torch.repeat_interleave(values, lengths, output_size=len(like))
 
 
 def _matrix_by_matrix(pairs: Iterable[Energies]) -> list[Tensor]:

@@ -43,7 +43,8 @@ class DeMo(Optimizer):
         topk: coefficients kept per full ``chunk x chunk`` chunk; smaller chunks keep in proportion, at least one.
         weight_decay: decoupled, ``p <- p * (1 - lr * weight_decay)``.
         balance: above 0, rows and columns of a gradient are divided by their usual size before the transform, so that no
-            neuron takes all places among the strongest; the decay of what is taken for usual, such as 0.95.
+            neuron takes all places among the strongest; its value is the decay of the running mean that says what is usual,
+            such as 0.95.
         update: what the decoded direction does to the parameters: sign, sgd, adamw, lion or muon.
         values: how kept coefficients are written: float32, bfloat16, int8, int4, sign_scale or sign; ``auto`` is sign for
             the rules sign, lion and muon, and sign_scale for sgd and adamw.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.balance import ENERGIES, energy_shapes, is_balanced
-from thinwire.core.layout import empty_momentum, matrix_shape
+from thinwire.core.layout import empty_momentum, matrix_shape, plan_layout
 from thinwire.core.update_rules import UPDATE_RULES, Hyper
 from thinwire.exchange.dealing import Dealing, Rows, Share
 from thinwire.exchange.inside import Inside
@@ -137,26 +137,30 @@ def _rows(spec: TensorSpec, parameter: Tensor, groups: Sequence[Group]) -> Rows:
             "between replicas as process_group (thinwire.parallel.sharded.distribute does so)"
         )
     group = groups[spec.group]
-    return Rows.of(spec.shape, coding_of(group), needs_whole_matrices(group))
+    return Rows.of(spec.shape, coding_of(group), needs_whole_matrices(group, spec.shape))
 
 
 def _check_whole_matrices(spec: TensorSpec, group: Group) -> None:
     """Refuse what needs whole matrices where this rank has only a piece of them."""
-    if spec.part is None or 0 in spec.shape or not needs_whole_matrices(group):
+    if spec.part is None or 0 in spec.shape or not needs_whole_matrices(group, spec.part.whole_shape):
         return
     whole, chunk = spec.part.whole_shape, group["chunk"]
     if len(whole) < 2 or matrix_shape(whole, chunk)[1:] != matrix_shape(spec.shape, chunk)[1:]:
-        is_rule = UPDATE_RULES[group["update"]].whole_matrices
-        what, instead = ("update", "use another rule") if is_rule else ("balance", "leave it at 0")
+        instead = {"update": "use another rule"} if UPDATE_RULES[group["update"]].whole_matrices else {}
+        instead |= {"balance": "leave balance at 0"} if group["balance"] else {}
+        what = " and ".join(f"{name}={group[name]!r}" for name in instead)
         raise ValueError(
-            f"{what}={group[what]!r} needs whole matrices, and this rank has {spec.shape} of {spec.name}, which is "
-            f"{whole}; {instead} for sharded matrices, or leave them unsharded"
+            f"{what} needs whole matrices, and this rank has {spec.shape} of {spec.name}, which is {whole}; "
+            f"{' and '.join(instead.values())} for sharded matrices, or leave them unsharded"
         )
 
 
-def needs_whole_matrices(group: Group) -> bool:
-    """Whether the rule looks at whole matrices, or what comes before it does."""
-    return UPDATE_RULES[group["update"]].whole_matrices or group["balance"] > 0
+def needs_whole_matrices(group: Group, shape: tuple[int, ...]) -> bool:
+    """Whether the rule looks at whole matrices, or balance does, which leaves some tensors alone."""
+    if UPDATE_RULES[group["update"]].whole_matrices:
+        return True
+    layout = plan_layout(shape, group["chunk"], group["dense_below"], group["layout"])
+    return group["balance"] > 0 and is_balanced(layout)
 
 
 def _local_tensor(

@@ -64,6 +64,8 @@ def assemble(optimizer: DeMo, saved: Iterable[dict[str, Any]], residual: str) ->
         piece.check_whole(shares)
     tensors = {index: piece.state() for index, piece in wanted.items()}
     whose = {**identity(optimizer), "num_skipped_steps": num_skipped_steps}
+    # Energies that are not there are found anew, so that gradients may be balanced from now on, or no more.
+    groups = [{**group, "balance": own["balance"]} for group, own in zip(groups, optimizer.param_groups, strict=True)]
     return {"state": tensors, "param_groups": groups, KEY: whose}
 
 
@@ -114,6 +116,8 @@ class _Piece:
         self._momentum_dtype = MOMENTUM_DTYPES[group["momentum_dtype"]]
         self.momentum_CE = torch.zeros(cut.layout.num_chunks, cut.layout.num_elements, **_EXACT)
         compute_dtype = torch.promote_types(dtype, torch.float32)
+        if self._momentum_dtype == torch.float64:
+            compute_dtype = torch.float64
         names = UPDATE_RULES[group["update"]].state_names
         self.rule_state = {name: torch.zeros(cut.shape, dtype=compute_dtype, device="cpu") for name in names}
         shapes = zip(ENERGIES, energy_shapes(cut.layout) if group["balance"] else (), strict=False)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core import transform
-from thinwire.core.balance import balanced, note_
+from thinwire.core.balance import Energies, note_, weighed, weights_of
 from thinwire.core.combine import Decoding, combine
 from thinwire.core.exact import inverse_exact_
 from thinwire.core.layout import bands_of, chunks_view, crop_to_rows, matrix_shape, rows_of
@@ -31,13 +31,16 @@ class TorchStack:
         """The slabs that are in the payload, each with the sender's unit (or 1): what is needed to undo them, with the
         gradients that are held for it."""
         self._held: dict[int, Tensor] = {}
+        self._weights: dict[int, Energies] = {}
+        """Of the rows and columns of gradients that are balanced at this step."""
         self._energies_before: list[tuple[Tensor, Tensor]] = []
 
     def encode_(self, group: GroupStep, payload_B: Tensor) -> None:
         """See `StackStep`."""
         self._finished.clear()
-        gradients, scratch = self._gradients(group), Scratch()
+        gradients, scratch = self._gradients(), Scratch()
         self._held = gradients
+        self._note_energies(gradients, group.balance)
         records_CB = stack_records(payload_B, self._stack)
         for slab in self._slabs:
             indices_CK, kept_CK = self._accumulate_and_select(slab, gradients, group, scratch)
@@ -63,7 +66,7 @@ class TorchStack:
 
     def forget(self) -> None:
         """See `StackStep`."""
-        self._held = {}
+        self._held, self._weights = {}, {}
         self._energies_before = []
 
     def give_back_(self, payload_B: Tensor, units: Tensor | float) -> None:
@@ -120,17 +123,19 @@ class TorchStack:
         found = [unit for _, unit in self._finished if isinstance(unit, Tensor)]
         return torch.cat([unit.to(found[0].device) for unit in found]) if found else 1.0
 
-    def _gradients(self, group: GroupStep) -> dict[int, Tensor]:
+    def _gradients(self) -> dict[int, Tensor]:
         found = ((entry.tensor, self._tensors[entry.tensor].gradient) for entry in self._stack.entries)
-        gradients = {index: gradient.contiguous() for index, gradient in found if gradient is not None}
-        self._energies_before = []
-        for index, gradient in gradients.items() if group.balance else ():
+        return {index: gradient.contiguous() for index, gradient in found if gradient is not None}
+
+    def _note_energies(self, gradients: dict[int, Tensor], decay: float) -> None:
+        """What balance multiplies the rows and columns of these gradients with."""
+        self._weights, self._energies_before = {}, []
+        for index, gradient in gradients.items() if decay else ():
             energies = self._tensors[index].energies
             if energies is not None:
                 self._energies_before += [(energy, energy.clone()) for energy in energies]
-                note_(gradient, energies, group.balance)
-                gradients[index] = balanced(gradient, energies)
-        return gradients
+                note_(gradient, energies, decay)
+                self._weights[index] = (weights_of(energies[0]), weights_of(energies[1]))
 
     def _momentum_of(self, piece: Piece) -> Tensor:
         return self._tensors[piece.tensor].momentum_CE[piece.tensor_chunks]
@@ -202,6 +207,8 @@ class TorchStack:
             momentum_CE.mul_(decay)
             return
         bands = bands_of(gradient, piece.layout, piece.start, piece.stop).to(momentum_CE.dtype)
+        if piece.tensor in self._weights:
+            bands = weighed(bands, self._weights[piece.tensor], piece.layout, piece.start, piece.stop)
         transform.accumulate_(momentum_CE, bands, piece.layout, decay, gradient_scale, scratch)
 
     def _subtract(self, slab: Slab, indices_CK: Tensor, removed_CK: Tensor) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from tests.numerics.test_backends import TRANSFORM_ERROR
 from thinwire import CheckpointError, DeMo
 from thinwire.core import reference
-from thinwire.core.balance import ENERGIES, balanced, energy_shapes, is_balanced, note_, num_matrices, weights_of
-from thinwire.core.layout import plan_layout
+from thinwire.core.balance import ENERGIES, energy_shapes, is_balanced, note_, num_matrices, weighed, weights_of
+from thinwire.core.layout import bands_of, chunks_view, crop_to_rows, plan_layout
 from thinwire.exchange.loopback import run_replicas
 from thinwire.redistribution import assemble
 
@@ -39,6 +39,16 @@ def uneven(shape: tuple[int, ...], device: torch.device) -> Tensor:
     return found.to(device)
 
 
+def balanced(gradient: Tensor, energies: tuple[Tensor, Tensor], chunk: int) -> Tensor:
+    """A gradient as the torch backend weighs it: two parts of its bands, put together again."""
+    layout = plan_layout(tuple(gradient.shape), chunk)
+    weights, middle = (weights_of(energies[0]), weights_of(energies[1])), layout.num_bands // 2
+    parts = [(0, middle), (middle, layout.num_bands)]
+    found = torch.cat([weighed(bands_of(gradient, layout, *part), weights, layout, *part) for part in parts])
+    chunks = chunks_view(found, layout).reshape(-1, layout.row_edge, layout.col_edge)
+    return crop_to_rows(chunks, layout, 0, layout.num_bands).reshape(gradient.shape)
+
+
 def parameters_for(shapes: list[tuple[int, ...]], device: torch.device) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape).to(device)) for shape in shapes]
 
@@ -47,8 +57,9 @@ def energies_of(optimizer: DeMo) -> list[Tensor]:
     return [state[name].clone() for state in optimizer.state.values() for name in ENERGIES]
 
 
+@pytest.mark.parametrize("chunk", [4, 5, 7])
 @pytest.mark.parametrize("decay", [0.5, 0.95])
-def test_weights_are_the_oracles(decay: float) -> None:
+def test_weights_are_the_oracles(decay: float, chunk: int) -> None:
     energies = (torch.zeros(2, 7, dtype=torch.float64), torch.zeros(2, 5, dtype=torch.float64))
     theirs = [([0.0] * 7, [0.0] * 5) for _ in range(2)]
     for step in range(4):
@@ -57,7 +68,7 @@ def test_weights_are_the_oracles(decay: float) -> None:
         gradient[1] *= step > 1  # a matrix that has none at first
         expected = reference.balance(gradient, theirs, decay)
         note_(gradient, energies, decay)
-        found = balanced(gradient, energies)
+        found = balanced(gradient, energies, chunk)
         assert torch.allclose(found, expected, rtol=1e-12)
         assert found.isfinite().all()
         assert not found[0, 3].any()
@@ -69,7 +80,7 @@ def test_every_row_and_column_comes_to_one_size() -> None:
     gradient = sizes * torch.randn(12, 9, dtype=torch.float64).sign()
     energies = (torch.zeros(1, 12, dtype=torch.float64), torch.zeros(1, 9, dtype=torch.float64))
     note_(gradient, energies, 0.9)
-    found = balanced(gradient, energies).abs()
+    found = balanced(gradient, energies, 5).abs()
     assert torch.allclose(found, found[0, 0].expand_as(found))
     assert torch.allclose(found[0, 0], gradient.square().mean().sqrt())
 
@@ -89,6 +100,7 @@ def test_what_is_nearly_nothing_is_not_made_much_of() -> None:
         ((30,), ((0, 0), (0, 0))),
         ((), ((0, 0), (0, 0))),
         ((1, 40), ((0, 0), (0, 0))),
+        ((40, 1), ((0, 0), (0, 0))),
         ((0, 7), ((0, 0), (0, 0))),
     ],
 )
@@ -152,6 +164,22 @@ def test_a_step_that_is_not_taken_leaves_no_trace(backend: str, device: torch.de
         for old, new in zip(before, energies_of(optimizer), strict=True):
             assert torch.equal(old, new) == (step == 2 or old.numel() == 0)
     assert all(bool(parameter.isfinite().all()) for parameter in parameters)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_taken_in_with_a_delay_either(bad: float, backend: str, device: torch.device) -> None:
+    """A late step is taken back without `undo_`."""
+    parameters = parameters_for(SHAPES[:2], device)
+    optimizer = DeMo(parameters, lr=0.1, backend=backend, on_nonfinite="skip", delay=1, **SETTINGS)
+    for step in range(5):
+        for parameter in parameters:
+            parameter.grad = uneven(tuple(parameter.shape), device)
+        if step == 2:
+            parameters[0].grad[3, 3] = bad  # type: ignore[index]
+        optimizer.step()
+    optimizer.drain()
+    assert optimizer.num_skipped_steps == 1
+    assert all(bool(energy.isfinite().all()) and bool(energy.any()) for energy in energies_of(optimizer))
 
 
 def test_replicas_stay_the_same_and_keep_their_own(backend: str, device: torch.device) -> None:
@@ -228,6 +256,18 @@ def test_other_replicas_take_over_what_is_known() -> None:
             assert all(map(torch.equal, found, energies_of(saved)))
         else:
             assert not any(energy.any() for energy in found)
+
+
+@pytest.mark.parametrize("residual", ["mean", "zero", "keep", "sum"])
+@pytest.mark.parametrize("options", [{"balance": 0.0}, {"balance": 0.8, "momentum_dtype": "float64", "update": "adamw"}])
+def test_other_replicas_may_begin_or_leave_off(options: dict[str, Any], residual: str) -> None:
+    _, saved = trained(2, **options)
+    _, other = trained(0, **{**options, "balance": 0.8 - options["balance"]})
+    other.load_state_dict(assemble(other, [saved.state_dict()], residual))
+    assert other.param_groups[0]["balance"] == 0.8 - options["balance"]
+    assert not any(energy.any() for state in other.state.values() for name, energy in state.items() if name in ENERGIES)
+    _, same = trained(0, **options)
+    same.load_state_dict(assemble(same, [saved.state_dict()], residual))
 
 
 def test_it_may_begin_during_training() -> None:

@@ -2,13 +2,14 @@
 
 Some neurons have far larger gradients than others, and would take most of the K places of their chunks. So each row and
 column is divided by its usual size, the root of the running mean of its squares, which every replica keeps for itself. What
-is divided out is not put back: rules that look at directions alone, such as muon and sign, do not miss it.
+is divided out is not put back: it is part of the method, as division by root mean squares is of Adam's.
 """
 
 import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from thinwire.core.layout import ChunkLayout
 
@@ -21,8 +22,8 @@ Energies = tuple[Tensor, Tensor]
 
 
 def is_balanced(layout: ChunkLayout) -> bool:
-    """Whether a tensor cut like this has rows and columns to balance."""
-    return not layout.dense and len(layout.shape) > 1 and layout.row_edge > 1
+    """Whether a tensor cut like this has rows and columns to balance: chunks of one row, or one column, have not."""
+    return not layout.dense and len(layout.shape) > 1 and layout.row_edge > 1 and layout.num_cols > 1
 
 
 def num_matrices(layout: ChunkLayout) -> int:
@@ -49,9 +50,11 @@ def mean_squares(gradient: Tensor, energies: Energies) -> Energies:
 
 
 def note_(gradient: Tensor, energies: Energies, decay: float) -> None:
-    """Take a gradient into the running means, ``e <- decay * e + (1 - decay) * mean(g^2)``."""
+    """Take a gradient into the running means, ``e <- decay * e + (1 - decay) * mean(g^2)``; but not a matrix with NaN or Inf
+    in it, with which no step is taken."""
     for energy, squares in zip(energies, mean_squares(gradient, energies), strict=True):
-        energy.lerp_(squares, 1 - decay)
+        is_finite = squares.sum(dim=-1, keepdim=True).isfinite()
+        energy.lerp_(torch.where(is_finite, squares, energy), 1 - decay)
 
 
 def weights_of(energy: Tensor) -> Tensor:
@@ -61,8 +64,11 @@ def weights_of(energy: Tensor) -> Tensor:
     return torch.where(mean > 0, weights, 1.0)
 
 
-def balanced(gradient: Tensor, energies: Energies) -> Tensor:
-    """A copy of a gradient with its rows and columns weighted, in the dtype of the energies."""
-    of_rows, of_cols = map(weights_of, energies)
-    matrices = gradient.view(len(of_rows), of_rows.shape[1], of_cols.shape[1])
-    return (matrices * of_rows[:, :, None]).mul_(of_cols[:, None, :]).view(gradient.shape)
+def weighed(bands: Tensor, weights: Energies, layout: ChunkLayout, start: int, stop: int) -> Tensor:
+    """A copy of bands [start, stop) of a gradient, see `bands_of`, with the rows and columns of each matrix weighted."""
+    of_rows, of_cols = weights
+    bands_per_matrix = layout.num_bands // len(of_rows)
+    rows = F.pad(of_rows, (0, bands_per_matrix * layout.row_edge - of_rows.shape[1])).view(-1, layout.row_edge, 1)
+    cols = F.pad(of_cols, (0, bands.shape[-1] - of_cols.shape[1]))
+    matrices = torch.arange(start, stop, device=bands.device) // bands_per_matrix
+    return (bands * rows[start:stop]).mul_(cols[matrices, None])

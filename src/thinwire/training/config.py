@@ -130,7 +130,7 @@ class OptimConfig:
     """DeMo: decay of the momentum."""
     balance: float = 0.0
     """DeMo: above 0, rows and columns of gradients are divided by their usual size, so that all count alike when the
-    strongest are chosen; the decay of what is taken for usual, such as 0.95."""
+    strongest are chosen. Its value is the decay of the running mean that says what is usual, such as 0.95."""
     topk: int = 32
     """DeMo: coefficients sent per chunk. sparseloco: elements sent per chunk."""
     topk_of: str = ""
@@ -405,7 +405,7 @@ def _check_mesh(config: TrainConfig, num_ranks: int) -> None:
     instead |= {f"balance={config.optim.balance}": "--balance 0"} if config.optim.balance else {}
     if instead:
         what, flags = " and ".join(instead), " ".join(instead.values())
-        raise ValueError(f"{what} cannot do without whole matrices, and mesh has shard={shape.shard}: use {flags}")
+        raise ValueError(f"{what} needs whole matrices, and mesh has shard={shape.shard}: use {flags}")
 
 
 def _check_islands(config: TrainConfig, num_ranks: int) -> None:
