@@ -23,7 +23,6 @@ _MODELS: dict[str, dict[str, Any]] = {
 }
 _TRAINED = {SMALL: ("0.2 M", "0.9 M"), MEDIUM: tuple(_MODELS)}
 _ADAMW, _BRIEF, _MUON, _DEMO_MUON = "AdamW", "AdamW, beta1 0.8", "Muon, averaged in full", "DeMo, muon rule"
-_BALANCED = "DeMo, muon rule, balance 0.95"
 _SIGN, _WITHOUT = "DeMo, sign rule", "DeMo, sign rule, no transform"
 # Where the search for a learning rate begins, by the model.
 _RATES: dict[str, dict[str, float]] = {
@@ -31,7 +30,6 @@ _RATES: dict[str, dict[str, float]] = {
     _BRIEF: {"0.2 M": 2e-3, "0.9 M": 2e-3, "3.3 M": 1e-3},
     _MUON: {"0.2 M": 2e-2, "0.9 M": 1e-2, "3.3 M": 1e-2},
     _DEMO_MUON: {"0.2 M": 8e-2, "0.9 M": 4e-2, "3.3 M": 4e-2},
-    _BALANCED: {"0.2 M": 8e-2, "0.9 M": 4e-2, "3.3 M": 4e-2},
     _SIGN: {"0.2 M": 4e-3, "0.9 M": 2e-3, "3.3 M": 1e-3},
     _WITHOUT: {"0.2 M": 4e-3, "0.9 M": 2e-3, "3.3 M": 1e-3},
 }
@@ -40,7 +38,6 @@ _METHODS: dict[str, tuple[str, str, str]] = {
     _BRIEF: ("adamw", "", ""),
     _MUON: ("muon", "", ""),
     _DEMO_MUON: ("demo", "muon", "DCT"),
-    _BALANCED: ("demo", "muon", "DCT"),
     _SIGN: ("demo", "sign", "DCT"),
     _WITHOUT: ("demo", "sign", "identity"),
 }
@@ -55,8 +52,7 @@ def _trial(size: str, model: str, method: str) -> Trial:
     settings = {"sequence": 128, "batch": 16, **_LENGTHS[size], **_MODELS[model]}
     if optimizer != "demo":
         return text_trial(MEDIUM, optimizer, settings={**settings, **({"beta1": 0.8} if method == _BRIEF else {})})
-    own = {"balance": 0.95} if method == _BALANCED else {}
-    trial = text_trial(MEDIUM, settings={**settings, **DEMO_RULES[MEDIUM][update].settings, **PLAIN, **own})
+    trial = text_trial(MEDIUM, settings={**settings, **DEMO_RULES[MEDIUM][update].settings, **PLAIN})
     return BasisTrial(**vars(trial), basis=basis)
 
 
@@ -102,11 +98,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
 
 
 def _claims(found: Found) -> list[Claim]:
-    pairs = (
-        *((_DEMO_MUON, other) for other in (_ADAMW, _BRIEF)),
-        *((_BALANCED, other) for other in (_ADAMW, _BRIEF, _DEMO_MUON)),
-        *((_SIGN, other) for other in (_ADAMW, _WITHOUT)),
-    )
+    pairs = ((_DEMO_MUON, _ADAMW), (_DEMO_MUON, _BRIEF), (_SIGN, _ADAMW), (_SIGN, _WITHOUT))
     claims = []
     for one, other in pairs:
         for model, by_method in found.items():
@@ -120,12 +112,12 @@ def _claims(found: Found) -> list[Claim]:
 def _answer(found: Found, claims: Sequence[Claim]) -> str:
     if not claims:
         return ""
-    ahead = [claim for claim in claims if f"{_BALANCED} ends below {_ADAMW}" in claim.text]
+    ahead = [claim for claim in claims if f"{_DEMO_MUON} ends below" in claim.text]
     lead = verdict(
         ahead,
-        "With balance the muon rule is ahead of AdamW at every size, also with a shorter memory",
-        "With balance the muon rule is ahead of AdamW at some sizes, or with one of its settings",
-        "With balance the muon rule is ahead of AdamW at no size",
+        "The muon rule is ahead of AdamW at every size, also with a shorter memory",
+        "The muon rule is ahead of AdamW at some sizes, or with one of its settings",
+        "The muon rule is ahead of AdamW at no size",
     )
     parts = []
     for method in _METHODS:

@@ -55,8 +55,14 @@ def _found(rows: Sequence[Row]) -> Found:
     return {}
 
 
+def _whole(mine: Mapping[str, Outcome]) -> dict[str, Outcome]:
+    """Those that have as many seeds as any: one seed alone may be a lucky one."""
+    most = max(len(one.losses) for one in mine.values())
+    return {words: one for words, one in mine.items() if len(one.losses) == most}
+
+
 def _best(mine: Mapping[str, Outcome]) -> tuple[str, Outcome]:
-    return min(mine.items(), key=lambda pair: pair[1].mean)
+    return min(_whole(mine).items(), key=lambda pair: pair[1].mean)
 
 
 def _find(rows: Sequence[Row], results: Path) -> Finding:
@@ -68,7 +74,8 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
             for words, one in mine.items():
                 gap = "" if usual is None or one is usual else f"{one.mean - usual.mean:+.3f}"
                 sent = f"{one.rows[0]['sent_bytes']:,}"
-                lines.append((f"{steps:,}", method, words, one.words, gap, sent, f"{one.rate:g}", str(one.tries)))
+                tried = (f"{one.rate:g}", str(one.tries), str(len(one.losses)))
+                lines.append((f"{steps:,}", method, words, one.words, gap, sent, *tried))
     heads = (
         "steps",
         "method",
@@ -78,6 +85,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         "bytes sent per step",
         "learning rate",
         "rates tried",
+        "seeds",
     )
     words = f"*As it is*: as in the other studies. {SEARCHED_WORDS}"
     claims = _claims(found)
@@ -94,6 +102,8 @@ def _claims(found: Found) -> list[Claim]:
         text = f"{steps:,} steps: the best of DeMo's three ({our_what}) ends below the best of AdamW's ({what})"
         claims.append(Claim(f"{text} ({ours.mean:.3f} and {theirs.mean:.3f})", is_below(ours, theirs)))
         for method, mine in by_method.items():
+            if len(mine[AS_SEARCHED].losses) < len(mine[_AS_IT_IS].losses):
+                continue
             gap = mine[AS_SEARCHED].mean - mine[_AS_IT_IS].mean
             text = f"{steps:,} steps: {method} as searched ends below {method} as it is ({gap:+.3f})"
             claims.append(Claim(text, is_below(mine[AS_SEARCHED], mine[_AS_IT_IS])))
@@ -112,8 +122,10 @@ def _answer(found: Found, claims: Sequence[Claim]) -> str:
     parts = []
     for method, settings in _SETTINGS.items():
         for words in settings:
-            losses = [mine[words].mean for by_method in found.values() if words in (mine := by_method.get(method, {}))]
-            parts.append(f"{method} {words} {', '.join(f'{loss:.3f}' for loss in losses)}")
+            known = [mine[words] for by_method in found.values() if words in (mine := by_method.get(method, {}))]
+            most = max((len(one.losses) for one in known), default=0)
+            losses = (f"{one.mean:.3f}{' (one seed)' if len(one.losses) < most else ''}" for one in known)
+            parts.append(f"{method} {words} {', '.join(losses)}")
     return f"{lead}. Last losses after {', '.join(f'{steps:,}' for steps in found)} steps: {'; '.join(parts)}."
 
 

@@ -193,8 +193,8 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         demo, adamw = _best_known(by_name, _DEMO), _best_known(by_name, _ADAMW)
         if demo is not None and adamw is not None:
             sentences.append(
-                f"Last loss, {set_up}: {demo[1].words} with {demo[0]} and {ratio(demo[1].rows[0]):.0f} times fewer bytes, "
-                f"{adamw[1].words} with {adamw[0]}."
+                f"Last loss, {set_up}: {_in_words(demo[1])} with {demo[0]} and {ratio(demo[1].rows[0]):.0f} times fewer "
+                f"bytes, {_in_words(adamw[1])} with {adamw[0]}."
             )
     heads = ("set-up", "method", "loss", "fewer bytes", "learning rate", "rates tried", "seeds")
     below = [claim for claim in claims if "ends below" in claim.text]
@@ -208,6 +208,10 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
     count = "*Fewer bytes* is against one copy of the gradients in 16 bits, of which a ring all-reduce among four sends 1.5."
     parts = [table(heads, lines, 2), count, *_search_table(rows), "## All that was tried", _log(rows)]
     return Finding("\n\n".join(parts), claims, answer)
+
+
+def _in_words(one: Outcome) -> str:
+    return f"{one.words} (one seed)" if len(one.losses) == 1 else one.words
 
 
 def _best_known(by_name: Mapping[str, Outcome], method: str) -> tuple[str, Outcome] | None:

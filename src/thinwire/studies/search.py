@@ -57,7 +57,7 @@ _VARIED: dict[str, tuple[dict[str, Any], ...]] = {
         {"values": "int4", "schedule": "linear"},
         {"topk": 96, "later_topk": 32, "schedule": "linear"},
         {"topk": 96, "later_topk": 32, "values": "int4", "schedule": "linear"},
-        *({"balance": decay} for decay in (0.01, 0.9, 0.95, 0.99)),
+        *({"balance": decay} for decay in (0.9, 0.95, 0.99)),
         {"balance": 0.95, "momentum_decay": 0.9},
         {"balance": 0.95, "schedule": "linear"},
         {"balance": 0.95, "topk": 96, "later_topk": 32, "schedule": "linear"},
