@@ -1,10 +1,12 @@
 """q9: does it work without the sign? All update rules with the same number of coefficients, each with its own learning rate
-and decay of the momentum, beside dense AdamW and Muon."""
+and decay of the momentum, and then with balance, beside dense AdamW and Muon."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from thinwire.studies.figure import Drawing, Page, dot, line, names_below, room_for_labels, title
+from thinwire.studies.search import changed
 from thinwire.studies.settings import DENSE_RATES, text_trial
 from thinwire.studies.study import FULL, MEDIUM, SIZES, SMALL, Claim, Finding, Study, table
 from thinwire.studies.trials import Row, Trial
@@ -12,6 +14,7 @@ from thinwire.studies.tuning import SEEDS, Contender, Outcome, due, is_below, ou
 
 _TOPK = 64
 _DECAYS = (0.95, 0.99)
+_BALANCE = 0.95
 _TINY_RATES = {"sign": 4e-3, "sgd": 3e-1, "adamw": 4e-3, "lion": 4e-3, "muon": 8e-2}
 _RATES: dict[str, dict[str, float]] = {
     SMALL: _TINY_RATES,
@@ -43,8 +46,13 @@ def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
     for rule in _RATES[size]:
         search = due(_contenders_of(rule, size), rows, size, SEEDS[:1])
         best = None if search or size == SMALL else _better(rule, size, rows)
-        found += search if best is None else due([best], rows, size)
+        found += search if best is None else due([best, _balanced(best)], rows, size)
     return found
+
+
+def _balanced(one: Contender) -> Contender:
+    """The same with balance, which is tuned as it is."""
+    return replace(one, name=f"{one.name}, balance {_BALANCE:g}", trial=changed(one.trial, {"balance": _BALANCE}))
 
 
 def _better(rule: str, size: str, rows: Sequence[Row]) -> Contender | None:
@@ -63,6 +71,7 @@ def _outcomes(rows: Sequence[Row]) -> dict[str, tuple[str, Outcome]]:
             best = _better(rule, size, rows)
             if best is not None:
                 found[f"{rule} rule"] = best.name, outcomes([best], rows)[best.name]
+                found |= {f"{rule} rule, balanced": (name, one) for name, one in outcomes([_balanced(best)], rows).items()}
         found |= {name: (name, one) for name, one in outcomes(_dense(size), rows).items()}
     return found
 
@@ -94,6 +103,11 @@ def _claims(found: dict[str, Outcome]) -> list[Claim]:
         text = f"without the sign it works as well: loss {plain.mean:.3f} with plain sgd, {sign.mean:.3f} with the sign"
         claims.append(Claim(text, not is_below(sign, plain)))
     rules = {name: one for name, one in found.items() if name.endswith(" rule")}
+    for name, one in rules.items():
+        balanced = found.get(f"{name}, balanced")
+        if balanced is not None:
+            text = f"balance lowers the loss of the {name} ({one.mean:.3f} and {balanced.mean:.3f} with it)"
+            claims.append(Claim(text, is_below(balanced, one)))
     if "muon rule" in rules and len(rules) > 1:
         rest = {name: one for name, one in rules.items() if name != "muon rule"}
         second = min(rest, key=lambda name: rest[name].mean)
