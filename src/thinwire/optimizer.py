@@ -42,9 +42,7 @@ class DeMo(Optimizer):
         chunk: edge of the chunks a matrix is cut into.
         topk: coefficients kept per full ``chunk x chunk`` chunk; smaller chunks keep in proportion, at least one.
         weight_decay: decoupled, ``p <- p * (1 - lr * weight_decay)``.
-        balance: above 0, rows and columns of a gradient are divided by their usual size before the transform, so that no
-            neuron takes all places among the strongest; its value is the decay of the running mean that says what is usual,
-            such as 0.95.
+        balance: above 0, divide rows and columns of gradients by their usual size, of which this is the decay, as 0.95.
         update: what the decoded direction does to the parameters: sign, sgd, adamw, lion or muon.
         values: how kept coefficients are written: float32, bfloat16, int8, int4, sign_scale or sign; ``auto`` is sign for
             the rules sign, lion and muon, and sign_scale for sgd and adamw.
@@ -79,8 +77,7 @@ class DeMo(Optimizer):
         overlap: send each bucket as soon as backward has its gradients, see `accumulate`.
         delay: 1 applies what a step sends at the next one, so that the exchange hides behind all compute; see `drain`.
         look_ahead: with ``delay``, run ahead by the last update until the next is known; takes a copy of the parameters.
-        backend: ``triton`` for fused kernels on NVIDIA GPUs, ``torch`` for plain tensor operations on any device; ``auto``
-            takes the fastest that runs.
+        backend: ``triton`` (fused kernels, NVIDIA GPUs), ``torch`` (any device), or ``auto``, the fastest that runs.
     """
 
     # torch.amp.GradScaler then leaves unscaling and the decision to skip to step(), where all replicas take it together.
@@ -162,9 +159,7 @@ class DeMo(Optimizer):
 
     @classmethod
     def recommended(cls, params: Any, lr: float = options.RECOMMENDED_LR, **others: Any) -> "DeMo":
-        """The lowest losses for their bytes: the muon rule, which wants whole matrices and costs more time than the others,
-        with 64 coefficients per chunk, a shorter memory and balanced gradients. ``others`` are any of its options, also in
-        place of these."""
+        """The lowest losses for their bytes, in more time and on whole matrices alone; ``others`` are any other options."""
         return cls(params, lr, **{**options.RECOMMENDED_OPTIONS, **others})
 
     @classmethod

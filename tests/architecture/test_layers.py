@@ -28,6 +28,7 @@ LAYERS = [
     "ownership",
     "torch_stack",
     "fused",
+    "fused_balance",
     "fused_stack",
     "sealing",
     "local_step",

@@ -20,7 +20,7 @@ from thinwire.exchange.loopback import run_replicas
 from thinwire.redistribution import assemble
 
 BACKENDS = ["torch", "triton"]
-SHAPES: list[tuple[int, ...]] = [(20, 12), (16, 16), (14,), (2, 9, 10), (2, 16, 8), (4, 3, 2, 2), (1, 20)]
+SHAPES: list[tuple[int, ...]] = [(12, 20), (2, 9, 10), (14,), (2, 16, 8), (4, 3, 2, 2), (1, 20)]
 SETTINGS: dict[str, Any] = {"chunk": 16, "topk": 40, "dense_below": 0, "update": "sgd", "values": "float32", "balance": 0.8}
 
 
@@ -115,7 +115,7 @@ def test_what_has_rows_and_columns(shape: tuple[int, ...], expected: tuple[tuple
 def test_both_backends_balance_alike(device: torch.device) -> None:
     pytest.importorskip("triton", reason="triton has no build for this platform")
     starts = [torch.randn(shape) for shape in SHAPES]
-    gradients = [[uneven(shape, device) for shape in SHAPES] for _ in range(3)]
+    gradients = [[uneven(shape, device) for shape in SHAPES] for _ in range(2)]
     for gradient in gradients[1][::2]:
         gradient.zero_()
     found = []
@@ -151,14 +151,14 @@ def test_it_makes_a_difference_where_rows_differ(backend: str, device: torch.dev
 
 
 def test_a_step_that_is_not_taken_leaves_no_trace(backend: str, device: torch.device) -> None:
-    parameters = parameters_for(SHAPES[:4], device)
+    parameters = parameters_for(SHAPES[:2], device)
     optimizer = DeMo(parameters, lr=0.1, backend=backend, on_nonfinite="skip", **SETTINGS)
     for step in range(4):
         for parameter in parameters:
             parameter.grad = uneven(tuple(parameter.shape), device)
         before = energies_of(optimizer)
         if step == 2:
-            parameters[3].grad[1, 2, 3] = random.choice([torch.nan, torch.inf])  # type: ignore[index]
+            parameters[1].grad[1, 2, 3] = random.choice([torch.nan, torch.inf])  # type: ignore[index]
         optimizer.step()
         assert optimizer.num_skipped_steps == (step >= 2)
         for old, new in zip(before, energies_of(optimizer), strict=True):
@@ -185,7 +185,7 @@ def test_what_is_not_finite_is_not_taken_in_with_a_delay_either(bad: float, back
 def test_replicas_stay_the_same_and_keep_their_own(backend: str, device: torch.device) -> None:
     def train(transport: Any) -> tuple[list[Tensor], list[Tensor]]:
         torch.manual_seed(transport.replica)
-        parameters = parameters_for(SHAPES[:4], device)
+        parameters = parameters_for(SHAPES[:2], device)
         optimizer = DeMo(parameters, lr=0.1, transport=transport, backend=backend, num_buckets=2, **SETTINGS)
         for step in range(2):
             for parameter in parameters:
