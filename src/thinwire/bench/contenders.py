@@ -5,6 +5,7 @@ All contenders of a run share parameters and gradients: only the time of a step 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -174,12 +175,12 @@ class EchoTransport:
 
 
 def whole_step(
-    parameters: Sequence[nn.Parameter], backend: str, topk: int, replicas: int, update: str = "sign"
+    parameters: Sequence[nn.Parameter], backend: str, topk: int, replicas: int, update: str = "sign", balance: float = 0.0
 ) -> Contender:
     """All of ``DeMo.step()`` but the wire: gradients checked, payload sealed, everyone's checked."""
     device = parameters[0].device
     held = _allocated(device)
-    optimizer, prepare = with_echoes(parameters, backend, topk, replicas, update)
+    optimizer, prepare = with_echoes(parameters, backend, topk, replicas, update, balance)
     prepare()
     optimizer.step()
     (bucket,), num_parameters = optimizer.plan.buckets, sum(parameter.numel() for parameter in parameters)
@@ -189,17 +190,19 @@ def whole_step(
     step = {"step": lambda: _call(optimizer)}
     state_names = UPDATE_RULES[update].state_names
     name = f"thinwire {backend}, step()" + ("" if update == "sign" else f", {update} rule")
+    name += f", balance {balance:g}" if balance else ""
     # A state of the rule is read and written once, too.
     floor_bytes, state_bytes = floor_bytes + 8 * len(state_names), 4 + 4 * len(state_names)
     return Contender(name, step, floor_bytes, state_bytes, prepare, topk, replicas, held_bytes)
 
 
 def with_echoes(
-    parameters: Sequence[nn.Parameter], backend: str, topk: int, replicas: int, update: str = "sign"
+    parameters: Sequence[nn.Parameter], backend: str, topk: int, replicas: int, update: str = "sign", balance: float = 0.0
 ) -> tuple[DeMo, Callable[[], None]]:
     """An optimizer whose other replicas have all sent something already, and what must be called before each step."""
     transport = EchoTransport(replicas)
-    optimizer = DeMo(list(parameters), lr=1e-6, update=update, topk=topk, backend=backend, transport=transport)
+    options: dict[str, Any] = {"update": update, "topk": topk, "balance": balance}
+    optimizer = DeMo(list(parameters), lr=1e-6, **options, backend=backend, transport=transport)
     optimizer._company.has_compared = True  # an echo has the same gradients
     (bucket,) = optimizer.plan.buckets
     momenta = [optimizer.state[parameter]["momentum"] for parameter in parameters]

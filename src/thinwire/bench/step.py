@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ class Case:
     rounds: int
     device: str
     updates: tuple[str, ...] = ("sign",)
+    balances: tuple[float, ...] = (0.0,)
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,8 @@ def _builders(
             continue
         for topk in case.topks:
             yield partial(_local, parameters, backend, topk, case.replicas)
-            for update in case.updates:
-                yield partial(_whole, parameters, backend, topk, case.replicas, update)
+            for update, balance in product(case.updates, case.balances):
+                yield partial(_whole, parameters, backend, topk, case.replicas, update, balance)
 
 
 def _local(parameters: Sequence[nn.Parameter], backend: str, topk: int, replicas: tuple[int, ...]) -> list[Contender]:
@@ -106,9 +108,9 @@ def _local(parameters: Sequence[nn.Parameter], backend: str, topk: int, replicas
 
 
 def _whole(
-    parameters: Sequence[nn.Parameter], backend: str, topk: int, replicas: tuple[int, ...], update: str
+    parameters: Sequence[nn.Parameter], backend: str, topk: int, replicas: tuple[int, ...], update: str, balance: float
 ) -> list[Contender]:
-    return [whole_step(parameters, backend, topk, count, update) for count in replicas]
+    return [whole_step(parameters, backend, topk, count, update, balance) for count in replicas]
 
 
 def _measure_beside(

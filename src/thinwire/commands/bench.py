@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.commands.asked import device_of, make_folder
-from thinwire.core.errors import check_int
+from thinwire.core.errors import check_float, check_int
 
 if TYPE_CHECKING:
     from thinwire.bench.step import StepRow
@@ -40,6 +40,8 @@ class BenchCommand:
     """Which of Thinwire's backends; triton is left out where it cannot run."""
     updates: tuple[Literal["sign", "sgd", "adamw", "lion", "muon"], ...] = ("sign",)
     """Update rules of the whole step; encoding and decoding alone are measured with sign."""
+    balances: tuple[float, ...] = (0.0,)
+    """Balance of the whole step, such as 0 0.95."""
     rounds: int = 9
     """Steps of each, after two that do not count."""
     device: str = "auto"
@@ -57,6 +59,8 @@ def command(arguments: list[str]) -> int:
         for value in getattr(asked, option):
             check_int(f"--{option}", value, 1)
     check_int("--rounds", asked.rounds, 1)
+    for balance in asked.balances:
+        check_float("--balances", balance, 0.0, 1.0)
     device = str(device_of(asked.device))
     if asked.out is not None:
         make_folder("--out", asked.out)
@@ -66,7 +70,7 @@ def command(arguments: list[str]) -> int:
     console, rows = Console(), list[StepRow]()
     for shapes in asked.shapes or (("300m",) if device.startswith("cuda") else ("10m",)):
         console.print(f"{shapes} shapes on {device}, {asked.rounds} steps of each contender", highlight=False)
-        case = Case(shapes, asked.topk, asked.replicas, asked.backends, asked.rounds, device, asked.updates)
+        case = Case(shapes, asked.topk, asked.replicas, asked.backends, asked.rounds, device, asked.updates, asked.balances)
         for row in measure(case, lambda text: console.print(f"[dim]{text}[/dim]", highlight=False)):
             rows.append(row)
             console.print(f"{row.contender}: {row.median_ms:.2f} ms", highlight=False)

@@ -1,7 +1,8 @@
 """recipe: which settings of DeMo beat tuned AdamW at equal tokens, with at least 100 times fewer bytes sent?
 
-Both are searched alike: as many settings of each with one seed for 500 steps, the best of them for 2,000; then what was
-best there is tuned as any other contender. What was tried before that is in the rows, and so in the log of the summary.
+Both are searched alike: as many settings of each with one seed for 500 steps, the best of them for 2,000. AdamW then has
+what was best at each length; DeMo has the same settings everywhere, those that were best at 2,000 and that we recommend.
+Both are tuned as any other contender. What was tried before that is in the rows, and so in the log of the summary.
 """
 
 import json
@@ -43,7 +44,7 @@ _ADAMW, _MUON, _DEMO, _SIGN = "AdamW", "Muon, averaged in full", "DeMo, muon rul
 # As they were before they were searched, and the learning rate there.
 _BASES: dict[str, Start] = {
     _ADAMW: Start(DENSE_RATES[FULL]["adamw"], {}),
-    _DEMO: Start(4e-2, {**DEMO_RULES[FULL]["muon"].settings, "combine": "mean_over_replicas"}),
+    _DEMO: Start(4e-2, {"update": "muon", "topk": 64, "momentum_decay": 0.98, "combine": "mean_over_replicas"}),
     _MUON: Start(DENSE_RATES[FULL]["muon"], {}),
     _SIGN: Start(1e-3, {"update": "sign", "topk": 64, "momentum_decay": 0.99}),
 }
@@ -51,6 +52,7 @@ _OPTIMIZERS = {_ADAMW: "adamw", _MUON: "muon"}
 # ``warmup`` is a share of the steps.
 _LINEAR, _SLOW = {"schedule": "linear"}, {"warmup": 0.25}
 _BRIEF, _BALANCED, _FALLING = {"beta1": 0.8}, {"balance": 0.95}, {"topk": 96, "later_topk": 32}
+_SEARCHED_ADAMW, _RECOMMENDED, _RECOMMENDED_SETTINGS = "AdamW, searched", "DeMo, recommended", {**_BALANCED, **_LINEAR}
 _SEARCHED: dict[str, tuple[dict[str, Any], ...]] = {
     _ADAMW: (
         _BRIEF,
@@ -68,7 +70,7 @@ _SEARCHED: dict[str, tuple[dict[str, Any], ...]] = {
         {"balance": 0.99},
         {**_BALANCED, "momentum_decay": 0.95},
         {**_BALANCED, **_SLOW},
-        {**_BALANCED, **_LINEAR},
+        _RECOMMENDED_SETTINGS,
         {**_BALANCED, **_FALLING},
         {**_BALANCED, **_FALLING, **_LINEAR},
         {**_FALLING, **_LINEAR},
@@ -78,7 +80,7 @@ _SEARCHED: dict[str, tuple[dict[str, Any], ...]] = {
 _MOST_LONGER = 4
 """How many of them are tried for 2,000 steps, too."""
 _FOUND_AT = {_SHORT: _SHORT, _LONGER: _LONGER, _LONGEST: _LONGER, _GPT2: _SHORT}
-"""Where the settings were found with which a set-up is trained."""
+"""Where AdamW's settings were found with which a set-up is trained."""
 
 
 def _trial(set_up: str, method: str, what: Mapping[str, Any]) -> Trial:
@@ -118,25 +120,12 @@ def _first(set_up: str, method: str, what: Mapping[str, Any]) -> Trial:
     return _contender(set_up, method, what, "").at(_BASES[method].rate, SEEDS[0])
 
 
-def searched_name(method: str) -> str:
-    """Of a method with the settings that were best in its search."""
-    return f"{method}, searched"
-
-
-def _searched(set_up: str, method: str, rows: Sequence[Row]) -> Contender | None:
-    """A method with the best of the settings that were tried; None while the search goes on."""
-    ranked = _ranked(_FOUND_AT[set_up], method, rows)
-    if not ranked:
-        return None
-    rate = _rate_before(_searched(_LONGER, method, rows), rows) if set_up == _LONGEST else _BASES[method].rate
-    return None if rate is None else _contender(set_up, method, ranked[0], searched_name(method), rate)
-
-
-def _rate_before(shorter: Contender | None, rows: Sequence[Row]) -> float | None:
-    """That which was best in shorter runs, for the longest, which are run with one; None while these go on."""
-    found = outcome(shorter, rows) if shorter is not None else None
-    is_whole = found is not None and len(found.losses) + found.num_failed >= len(SEEDS)
-    return found.rate if found is not None and is_whole else None
+def _compared(set_up: str, rows: Sequence[Row]) -> list[tuple[str, str, Mapping[str, Any]]]:
+    """Name, method and settings of all that is tuned and compared there; of AdamW's search nothing while it goes on."""
+    ranked = _ranked(_FOUND_AT[set_up], _ADAMW, rows)
+    methods = (_ADAMW, _DEMO, _MUON, _SIGN) if set_up == _SHORT else (_ADAMW, _DEMO, _MUON)
+    searched = [(_SEARCHED_ADAMW, _ADAMW, ranked[0])] if ranked else []
+    return [(_RECOMMENDED, _DEMO, _RECOMMENDED_SETTINGS), *searched, *((method, method, {}) for method in methods)]
 
 
 def _contenders(set_up: str, rows: Sequence[Row]) -> list[Contender]:
@@ -145,17 +134,21 @@ def _contenders(set_up: str, rows: Sequence[Row]) -> list[Contender]:
         found = [Contender(name, text_trial(SMALL, one), DENSE_RATES[SMALL][one]) for name, one in starts.items()]
         settings = {**_BASES[_DEMO].settings, **DEMO_RULES[SMALL]["muon"].settings}
         demo = Contender(_DEMO, text_trial(SMALL, settings=settings), 8e-2)
-        return [*found, demo, Contender(searched_name(_DEMO), changed(demo.trial, _BALANCED), 8e-2)]
-    methods = (_ADAMW, _DEMO, _MUON, _SIGN) if set_up == _SHORT else (_ADAMW, _DEMO, _MUON)
-    usual = []
-    for method in methods:
-        rate: float | None = _BASES[method].rate
-        if set_up == _LONGEST:
-            rate = _rate_before(_contender(_LONGER, method, {}, method), rows)
+        return [*found, demo, Contender(_RECOMMENDED, changed(demo.trial, _RECOMMENDED_SETTINGS), 8e-2)]
+    found = []
+    for name, method, what in _compared(set_up, rows):
+        is_longest = set_up == _LONGEST
+        rate = _rate_before(_contender(_LONGER, method, what, name), rows) if is_longest else _BASES[method].rate
         if rate is not None:
-            usual.append(_contender(set_up, method, {}, method, rate))
-    searched = (_searched(set_up, method, rows) for method in _SEARCHED)
-    return [*(one for one in searched if one is not None), *usual]
+            found.append(_contender(set_up, method, what, name, rate))
+    return found
+
+
+def _rate_before(shorter: Contender, rows: Sequence[Row]) -> float | None:
+    """That which was best in shorter runs, for the longest, which are run with one; None while these go on."""
+    found = outcome(shorter, rows)
+    is_whole = found is not None and len(found.losses) + found.num_failed >= len(SEEDS)
+    return found.rate if found is not None and is_whole else None
 
 
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
@@ -164,12 +157,13 @@ def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
     searches = [(at, method) for at in (_SHORT, _LONGER) for method in _SEARCHED]
     tried = [_first(at, method, what) for at, method in searches for what in _tries(at, method, rows)]
     wanted = []
-    for set_up in _SET_UPS:
+    for set_up, settings in _SET_UPS.items():
         factors = FACTORS[:1] if set_up == _LONGEST else FACTORS
         for one in _contenders(set_up, rows):
-            wanted.append((one.name not in map(searched_name, _SEARCHED), due([one], rows, size, factors=factors)))
-    wanted.sort(key=lambda pair: pair[0])  # what was searched comes first, where time may be short
-    return [*tried, *(trial for _, trials in wanted for trial in trials)]
+            is_usual = one.name not in (_RECOMMENDED, _SEARCHED_ADAMW)
+            wanted.append((is_usual, -settings["steps"], due([one], rows, size, factors=factors)))
+    wanted.sort(key=lambda one: one[:2])  # first what the claim is about, and what takes long: time may be short
+    return [*tried, *(trial for _, _, trials in wanted for trial in trials)]
 
 
 def _found(rows: Sequence[Row]) -> dict[str, dict[str, Outcome]]:
@@ -190,7 +184,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
             fewer = f"{ratio(one.rows[0]):.0f} x" if name.startswith("DeMo") else "1 x"
             lines.append((set_up, name, one.words, fewer, f"{one.rate:g}", str(one.tries), str(len(one.losses))))
         claims += _claims(set_up, by_name)
-        demo, adamw = _best_known(by_name, _DEMO), _best_known(by_name, _ADAMW)
+        demo, adamw = _best_known(by_name, _RECOMMENDED, _DEMO), _best_known(by_name, _SEARCHED_ADAMW, _ADAMW)
         if demo is not None and adamw is not None:
             sentences.append(
                 f"Last loss, {set_up}: {_in_words(demo[1])} with {demo[0]} and {ratio(demo[1].rows[0]):.0f} times fewer "
@@ -214,23 +208,23 @@ def _in_words(one: Outcome) -> str:
     return f"{one.words} (one seed)" if len(one.losses) == 1 else one.words
 
 
-def _best_known(by_name: Mapping[str, Outcome], method: str) -> tuple[str, Outcome] | None:
-    """A method as it was searched, or else as it was before."""
-    names = (name for name in (searched_name(method), method) if name in by_name)
-    return next(((name, by_name[name]) for name in names), None)
+def _best_known(by_name: Mapping[str, Outcome], *names: str) -> tuple[str, Outcome] | None:
+    """The first of these that there is."""
+    return next(((name, by_name[name]) for name in names if name in by_name), None)
 
 
 def _claims(set_up: str, by_name: Mapping[str, Outcome]) -> list[Claim]:
-    """Searched beside searched, and both as they were; each with the number of seeds where these are not yet three."""
+    """What is recommended beside AdamW searched and as usual, and both as they were; each with the number of seeds where
+    these are not yet three."""
     claims = []
-    for name, other in ((searched_name(_DEMO), searched_name(_ADAMW)), (searched_name(_DEMO), _ADAMW), (_DEMO, _ADAMW)):
+    for name, other in ((_RECOMMENDED, _SEARCHED_ADAMW), (_RECOMMENDED, _ADAMW), (_DEMO, _ADAMW)):
         if name in by_name and other in by_name:
             demo, adamw = by_name[name], by_name[other]
             seeds = [len(one.losses) for one in (demo, adamw)]
             so_far = "" if min(seeds) == len(SEEDS) else f"; {seeds[0]} and {seeds[1]} seeds so far"
             text = f"{set_up}: every seed of {name} ends below every seed of {other}"
             claims.append(Claim(f"{text} ({demo.mean - adamw.mean:+.3f}{so_far})", is_below(demo, adamw)))
-    for name in (searched_name(_DEMO), _DEMO):
+    for name in (_RECOMMENDED, _DEMO):
         if name in by_name:
             fewer = ratio(by_name[name].rows[0])
             claims.append(

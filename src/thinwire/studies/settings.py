@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from thinwire.options import RECOMMENDED_LR, RECOMMENDED_OPTIONS
 from thinwire.studies.study import FULL, MEDIUM, SMALL
 from thinwire.studies.trials import Trial
 
@@ -64,14 +65,14 @@ class Start:
 
 
 _SIGN = {"update": "sign", "topk": 32, "momentum_decay": 0.99}
-_MUON = {"update": "muon", "topk": 64, "momentum_decay": 0.98}
-_BRIEF_MUON = {**_MUON, "momentum_decay": 0.95}
-# The two kinds of DeMo that most studies compare: as published but for codec and decay, and the recommended one. Few steps
-# of a tiny model want larger rates, and a shorter memory with the muon rule.
+_BRIEF_MUON = {"update": "muon", "topk": 64, "momentum_decay": 0.95}
+# The two kinds of DeMo that most studies compare: as published but for codec and decay, and the recommended one; the smaller
+# sizes have it without balance (q9, search and length compare both). Few steps of a tiny model want larger rates, and
+# a shorter memory with the muon rule.
 DEMO_RULES: dict[str, dict[str, Start]] = {
     SMALL: {"sign": Start(8e-3, _SIGN), "muon": Start(8e-2, _BRIEF_MUON)},
     MEDIUM: {"sign": Start(4e-3, _SIGN), "muon": Start(8e-2, _BRIEF_MUON)},
-    FULL: {"sign": Start(1e-3, _SIGN), "muon": Start(4e-2, _MUON)},
+    FULL: {"sign": Start(1e-3, _SIGN), "muon": Start(RECOMMENDED_LR, RECOMMENDED_OPTIONS)},
 }
 # For gradients that are averaged in full.
 _TINY_RATES = {"adamw": 2e-3, "muon": 2e-2, "sgd": 3e-1, "lion": 1e-3}

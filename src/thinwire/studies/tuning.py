@@ -82,7 +82,8 @@ def _due(contender: Contender, rows: Sequence[Row], seeds: Sequence[int], factor
     known = _tried(contender, rows, seeds[0])
     missing = [rate for factor in factors if (rate := _rounded(contender.rate * factor)) not in known]
     if missing:
-        return [contender.at(rate, seeds[0]) for rate in missing]
+        first = seeds if len(factors) == 1 else seeds[:1]  # with one rate there is nothing to wait for
+        return [contender.at(rate, seed) for rate in missing for seed in first]
     best = min(known, key=lambda rate: known[rate])
     if 1 < len(known) < _MOST_TRIES and best in (min(known), max(known)):
         return [contender.at(_rounded(best * _STEP if best == max(known) else best / _STEP), seeds[0])]

@@ -33,7 +33,7 @@ def gpt_small(optimizer: str) -> TrainConfig:
         model=ModelConfig(architecture="llama", layers=8, width=512, heads=8, mlp_width=1408, precision="bfloat16"),
         data=DataConfig(dataset="stdlib", sequence=256),
         optim=_optim(optimizer, demo=OptimConfig(lr=RECOMMENDED_LR, **RECOMMENDED_OPTIONS)),
-        schedule=ScheduleConfig(steps=600, batch=128, warmup_steps=50),
+        schedule=ScheduleConfig(steps=600, batch=128, warmup_steps=50, schedule="linear"),
         run=RunConfig(eval_every=100, eval_examples=512, checkpoint_every=200),
     )
 
