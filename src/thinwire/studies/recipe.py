@@ -123,9 +123,13 @@ def _first(set_up: str, method: str, what: Mapping[str, Any]) -> Trial:
 def _compared(set_up: str, rows: Sequence[Row]) -> list[tuple[str, str, Mapping[str, Any]]]:
     """Name, method and settings of all that is tuned and compared there; of AdamW's search nothing while it goes on."""
     ranked = _ranked(_FOUND_AT[set_up], _ADAMW, rows)
-    methods = (_ADAMW, _DEMO, _MUON, _SIGN) if set_up == _SHORT else (_ADAMW, _DEMO, _MUON)
+    also = {_SHORT: (_MUON, _SIGN), _LONGEST: ()}.get(set_up, (_MUON,))
     searched = [(_SEARCHED_ADAMW, _ADAMW, ranked[0])] if ranked else []
-    return [(_RECOMMENDED, _DEMO, _RECOMMENDED_SETTINGS), *searched, *((method, method, {}) for method in methods)]
+    return [
+        (_RECOMMENDED, _DEMO, _RECOMMENDED_SETTINGS),
+        *searched,
+        *((method, method, {}) for method in (_ADAMW, _DEMO, *also)),
+    ]
 
 
 def _contenders(set_up: str, rows: Sequence[Row]) -> list[Contender]:
