@@ -21,7 +21,7 @@ def quickstart(optimizer: str) -> TrainConfig:
     return TrainConfig(
         model=ModelConfig(architecture="llama", layers=4, width=128, heads=4, mlp_width=384),
         data=DataConfig(dataset="stdlib", sequence=128),
-        optim=_optim(optimizer, demo=OptimConfig(lr=4e-2, update="muon", topk=64, momentum_decay=0.95)),
+        optim=_optim(optimizer, demo=OptimConfig(lr=4e-2, update="muon", topk=64, momentum_decay=0.95, balance=0.95)),
         schedule=ScheduleConfig(steps=300, batch=32, warmup_steps=20),
         run=RunConfig(eval_every=50, eval_examples=256, checkpoint_every=100),
     )
