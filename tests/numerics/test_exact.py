@@ -120,6 +120,7 @@ CASES = [("sgd", values, MEANS[place % 2], 3) for place, values in enumerate(sor
     ("lion", "sign", "majority_vote", 20),
     ("sign", "sign", "mean_over_senders", 3),
     ("sign", "sign", "mean_over_replicas", 20),
+    ("sgd", "sign", "mean_over_replicas", 7),
     ("adamw", "sign_scale", "mean_over_senders", 5),
     ("lion", "sign", "mean_over_senders", 1),
 ]
@@ -141,6 +142,17 @@ def test_every_backend_and_device_finds_the_same_bits(
     for backend in ("torch", "triton"):
         found = applied(plan, backend, device, given, rule, combine)
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True)), backend
+
+
+def test_votes_may_be_divided_with_their_scale() -> None:
+    """The kernel multiplies votes by scale / replicas, where others divide and multiply: what is rounded is the same."""
+    for num_replicas in range(2, 512):
+        votes = torch.arange(num_replicas + 1, dtype=torch.float32)
+        for bits in range(8, 9 + num_replicas.bit_length()):
+            quotients = votes / num_replicas * 2.0**bits
+            possible = quotients <= 256  # a scale is that of the largest in the chunk
+            products = votes * (torch.tensor(2.0**bits) / num_replicas)
+            assert torch.equal(quotients[possible].round(), products[possible].round()), (num_replicas, bits)
 
 
 @pytest.mark.parametrize("num_replicas", [1, 4, 32])

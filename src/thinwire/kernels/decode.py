@@ -112,14 +112,21 @@ def _round(x):
 
 
 @triton.jit
-def _exact_inverse(q, row_basis, col_basis, HAS_KNOWN_SCALE: tl.constexpr, DROP: tl.constexpr, UNIT: tl.constexpr):
-    """`core.exact.inverse_exact_`, with 8 bits: integers that float16 holds, and sums that float32 holds."""
+def _exact_inverse(
+    q, divisor, row_basis, col_basis, HAS_KNOWN_SCALE: tl.constexpr, DROP: tl.constexpr, UNIT: tl.constexpr
+):  # fmt: skip
+    """`core.exact.inverse_exact_` of ``q / divisor``, with 8 bits: integers that float16 holds, and sums that float32 holds.
+
+    ``divisor`` is 1, or below 512 where ``q`` are whole numbers up to it: a quotient times 2^s, s at least 8, is then never
+    halfway between two integers nor nearer than 1 / (2 * divisor) to that, so that a product with 2^s / divisor, which is
+    32 divisions of a thread less, rounds to the same integer.
+    """
     up, down = 256.0, UNIT  # no vote is larger than 1
     if not HAS_KNOWN_SCALE:
-        largest = tl.max(tl.max(tl.abs(q), axis=1), axis=0)
+        largest = tl.div_rn(tl.max(tl.max(tl.abs(q), axis=1), axis=0), divisor)
         exponent = ((largest.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23) - 127
         exponent = tl.minimum(tl.maximum(exponent, _LEAST_EXPONENT), _MOST_EXPONENT)
-        up = ((8 - exponent + 127) << 23).to(tl.float32, bitcast=True)
+        up = tl.div_rn(((8 - exponent + 127) << 23).to(tl.float32, bitcast=True), divisor)
         down = UNIT * ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     between = tl.dot(_round(q * up).to(tl.float16), col_basis)
     between = _round(between * (1.0 / (1 << DROP)))
@@ -148,7 +155,7 @@ def _decode_kernel(
     HAS_SCALE: tl.constexpr, BATCH: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_LANES: tl.constexpr,
     COUNTER_BITS: tl.constexpr, TILE_WORDS: tl.constexpr, VOTES: tl.constexpr, MAJORITY: tl.constexpr,
     OVER_SENDERS: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, EXACT_DROP: tl.constexpr,
-    EXACT_UNIT: tl.constexpr, EXACT_SCALE: tl.constexpr, EXACT_DIVISION: tl.constexpr,
+    EXACT_UNIT: tl.constexpr, EXACT_SCALE: tl.constexpr, EXACT_DIVISION: tl.constexpr, DIVIDES_LATER: tl.constexpr,
 ):  # fmt: skip
     """A batch of chunks at a time: first all that was sent for them, into tiles of scratch memory, then the products."""
     last_of_all = tl.where(tl.load(verdict_ptr) == 0, last_of_all, first_of_all)
@@ -223,7 +230,7 @@ def _decode_kernel(
                     num_senders = load_as_is(tile_ptr + (TILE_WORDS // 2) + index, in_chunk, WHOLE)
             if MAJORITY:
                 direction = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, 0.0))
-            else:
+            elif not DIVIDES_LATER:
                 divisor = direction * 0 + num_replicas
                 if OVER_SENDERS:
                     divisor = tl.maximum(num_senders, 1).to(tl.float32)
@@ -232,7 +239,10 @@ def _decode_kernel(
                 direction = tl.div_rn(direction, divisor) if EXACT_DIVISION else direction / divisor
             if not DENSE:
                 if EXACT:
-                    direction = _exact_inverse(direction, row_basis, col_basis, EXACT_SCALE, EXACT_DROP, EXACT_UNIT)
+                    left = num_replicas.to(tl.float32) if DIVIDES_LATER else 1.0
+                    direction = _exact_inverse(
+                        direction, left, row_basis, col_basis, EXACT_SCALE, EXACT_DROP, EXACT_UNIT
+                    )  # fmt: skip
                 else:
                     direction = tl.dot(direction, col_basis, input_precision=PRECISION)
                     direction = tl.dot(row_basis, direction, input_precision=PRECISION)
@@ -330,6 +340,7 @@ def decode_(
             EXACT_UNIT=2.0**scales.unit,
             EXACT_SCALE=has_known_scale,
             EXACT_DIVISION=cut.dense or (is_exact and (not has_known_scale or num_replicas >= 512)),
+            DIVIDES_LATER=is_exact and votes and decoding.combine == "mean_over_replicas" and 1 < num_replicas < 512,
             num_warps=cut.num_warps,
             num_stages=1,
             enable_fp_fusion=False,
