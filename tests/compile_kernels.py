@@ -1,6 +1,6 @@
 """Compile every kernel of a local step for a GPU that need not be there, and print what each needs, as JSON lines.
 
-    python -m tests.compile_kernels CHUNK TOPK VALUES UPDATE NUM_REPLICAS
+    python -m tests.compile_kernels CHUNK TOPK VALUES UPDATE NUM_REPLICAS [BALANCE]
 
 Launches are caught before they reach a device, and compiled with the arguments they were made with. Not for Triton's
 interpreter: TRITON_INTERPRET must not be set.
@@ -28,7 +28,7 @@ TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.int32: "i32", torch
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 
 
-def launches(chunk: int, topk: int, values: str, update: str, num_replicas: int) -> list[Launch]:
+def launches(chunk: int, topk: int, values: str, update: str, num_replicas: int, balance: float = 0.0) -> list[Launch]:
     """The launches of one step, one of each kernel."""
     from thinwire.core.combine import Decoding
     from thinwire.core.scratch import Scratch
@@ -47,10 +47,11 @@ def launches(chunk: int, topk: int, values: str, update: str, num_replicas: int)
     parameter.grad = torch.zeros(shape)
     rule = UPDATE_RULES[update]
     state = {name: torch.zeros(shape) for name in rule.state_names}
-    tensors = [LocalTensor(parameter, torch.zeros(4, chunk * chunk), state)]
+    energies = (torch.zeros(1, 2 * chunk), torch.zeros(1, 2 * chunk))
+    tensors = [LocalTensor(parameter, torch.zeros(4, chunk * chunk), state, energies=energies)]
     verdict = torch.zeros(1, dtype=torch.int32)
     step = FusedStack(stack, tensors, Scratch(), verdict)
-    group = GroupStep(0.9, 1.0, rule, Hyper(1e-3, 1, (0.9, 0.99), 1e-8), 0.1, chunk)
+    group = GroupStep(0.9, 1.0, rule, Hyper(1e-3, 1, (0.9, 0.99), 1e-8), 0.1, chunk, balance)
     payloads_RB = torch.zeros(num_replicas, bucket.payload_bytes, dtype=torch.uint8)
     findings_RW = torch.zeros(num_replicas, 10, dtype=torch.int64)
     found: dict[str, Launch] = {}
@@ -107,6 +108,6 @@ def resources(cubin: bytes) -> str:
 
 
 if __name__ == "__main__":
-    edge, kept, codec, update_rule, replicas = sys.argv[1:]
-    for each in launches(int(edge), int(kept), codec, update_rule, int(replicas)):
+    edge, kept, codec, update_rule, replicas, *decay = sys.argv[1:]
+    for each in launches(int(edge), int(kept), codec, update_rule, int(replicas), *map(float, decay)):
         print(json.dumps(compiled(each)))

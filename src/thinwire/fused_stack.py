@@ -17,9 +17,8 @@ from thinwire.core.balance import num_matrices
 from thinwire.core.combine import Decoding
 from thinwire.core.scratch import Scratch
 from thinwire.exchange.plan import Entry, Stack
-from thinwire.fused_balance import FusedBalance
-from thinwire.kernels import decode, encode, undo
-from thinwire.kernels.table import ChunkTable, Cut, Row, upload_rows
+from thinwire.kernels import balance, decode, encode, undo
+from thinwire.kernels.table import ChunkTable, Cut, Row, Starts, upload
 from thinwire.slabs import LocalTensor
 from thinwire.stack_step import GroupStep
 from thinwire.torch_stack import change_whole_, change_wholes_
@@ -54,7 +53,8 @@ class FusedStack:
         self._encoded: list[ChunkTable] = []
         """The tables that are in the payload: what `undo_` must take back, from the gradients that are held for it."""
         self._held: dict[int, Tensor] = {}
-        self._balance = FusedBalance(tensors, [entry.tensor for entry in stack.entries])
+        self._weights: dict[int, Tensor] = {}
+        """Room for what `kernels.balance` finds; at the same addresses at every step."""
         rows_of_chunks: dict[tuple[int, ...], Tensor] = {}
         self._encode_tables = _Tables(stack.entries, verdict.device, rows_of_chunks)
         # Tensors of one shape side by side, so that a rule on whole matrices can change many together.
@@ -65,9 +65,11 @@ class FusedStack:
         """See `StackStep`. A gradient with NaN or Inf in it is reported in the payload's header."""
         self._encoded.clear()
         gradients = self._held = self._gradients()
-        self._balance.note_(gradients, group.balance)
-        codec, offset = self._stack.codec, self._stack.offset_bytes
-        for _, table in self._encode_tables.update(lambda entry: self._encode_row(entry, gradients.get(entry.tensor))):
+        codec, offset, is_balanced = self._stack.codec, self._stack.offset_bytes, group.balance > 0
+        tables = self._encode_tables.update(lambda entry: self._encode_row(entry, gradients.get(entry.tensor), is_balanced))
+        for _, table in tables:
+            if table.balance is not None:
+                balance.note_(table, group.balance, self._scratch)
             encode.encode_(
                 table, codec, payload_B, offset, self._units_C, self._hints_C, self._scratch, self._settings(group)
             )
@@ -78,7 +80,8 @@ class FusedStack:
         codec, offset = self._stack.codec, self._stack.offset_bytes
         for table in self._encoded:
             undo.undo_(table, codec, payload_B, offset, self._units_C, self._hints_C, self._settings(group), self._verdict)
-        self._balance.undo_(self._verdict)
+            if table.balance is not None:
+                balance.undo_(table, self._verdict)
         self.forget()
 
     def give_back_(self, payload_B: Tensor, units: Tensor | float) -> None:
@@ -92,7 +95,6 @@ class FusedStack:
         """See `StackStep`."""
         self._encoded.clear()
         self._held = {}
-        self._balance.forget()
 
     def _settings(self, group: GroupStep) -> encode.Settings:
         return encode.Settings(group.decay, group.gradient_scale, self._stack.share, Trouble(group.trouble, 0).pack())
@@ -177,15 +179,18 @@ class FusedStack:
         """Room for the directions of a run."""
         return self._scratch.take("direction", (self._end_of(self._stack.entries),), torch.float32, self._units_C.device)
 
-    def _encode_row(self, entry: Entry, gradient: Tensor | None) -> tuple[Form, Row]:
+    def _encode_row(self, entry: Entry, gradient: Tensor | None, is_balanced: bool) -> tuple[Form, Row]:
         local = self._tensors[entry.tensor]
-        row = Row(0 if gradient is None else gradient.data_ptr(), local.momentum_CE.data_ptr(), 0, 0)
+        row = Row(0 if gradient is None else gradient.data_ptr(), local.momentum_CE.data_ptr())
         form = self._form(entry, local, None if gradient is None else gradient.dtype, row)
-        weights = self._balance.weights.get(entry.tensor)
-        if weights is None:
+        if gradient is None or local.energies is None or not is_balanced:
             return form, row
-        row_weights, col_weights = (one.data_ptr() for one in weights)
-        return form._replace(balanced=True), replace(row, parameter=row_weights, rule_state=col_weights)
+        row_energy, col_energy = local.energies
+        if entry.tensor not in self._weights:
+            self._weights[entry.tensor] = row_energy.new_empty(2 * (row_energy.numel() + col_energy.numel()))
+        addresses = (one.data_ptr() for one in (self._weights[entry.tensor], row_energy, col_energy))
+        weights, *energies = addresses
+        return form._replace(balanced=True), replace(row, weights=weights, row_energy=energies[0], col_energy=energies[1])
 
     def _apply_row(self, entry: Entry, targets: dict[int, Tensor], direction: Tensor | None) -> tuple[Form, Row]:
         local = self._tensors[entry.tensor]
@@ -193,7 +198,7 @@ class FusedStack:
         address = 0 if state is None else state.data_ptr()
         if direction is not None:
             address = direction.data_ptr() + self._places[entry.tensor][1] * direction.element_size()
-        row = Row(0, 0, targets[entry.tensor].data_ptr(), address)
+        row = Row(parameter=targets[entry.tensor].data_ptr(), rule_state=address)
         return self._form(entry, local, None, row), row
 
     def _form(self, entry: Entry, local: LocalTensor, gradient: torch.dtype | None, row: Row) -> Form:
@@ -217,6 +222,7 @@ class _Tables:
         self._entries, self._device, self._rows_of_chunks = entries, device, rows_of_chunks
         self._known: list[tuple[Form, Row]] = []
         self._tables: list[tuple[list[Entry], ChunkTable]] = []
+        self._starts: dict[tuple[int, ...], Starts] = {}
 
     @property
     def current(self) -> list[tuple[list[Entry], ChunkTable]]:
@@ -244,11 +250,14 @@ class _Tables:
             matrices = num_matrices(its) if form.balanced else its.num_matrices
             num_rows, num_bands = its.num_rows * its.num_matrices // matrices, its.num_bands // matrices
             shape = (first, entry.first_chunk, num_rows, its.num_cols, its.chunks_per_band, num_bands)
-            rows.append([row.gradient, row.momentum, row.parameter, *shape, row.rule_state, entry.tensor])
+            of_balance = (row.weights, row.row_energy, row.col_energy)
+            rows.append([row.gradient, row.momentum, row.parameter, *shape, row.rule_state, entry.tensor, *of_balance])
             first += its.num_chunks
-        row_of_chunk_C = self._row_of_chunk([entry for entry, _ in members])
-        kinds = (form.gradient, form.momentum, form.parameter, form.balanced)
-        return ChunkTable(upload_rows(rows, self._device), row_of_chunk_C, cut, *kinds)
+        entries = [entry for entry, _ in members]
+        on_device = upload(torch.tensor(rows, dtype=torch.int64, device="cpu"), self._device)
+        kinds = (form.gradient, form.momentum, form.parameter)
+        starts = self._starts_of(entries) if form.balanced else None
+        return ChunkTable(on_device, self._row_of_chunk(entries), cut, *kinds, starts)
 
     def _row_of_chunk(self, entries: list[Entry]) -> Tensor:
         """To which row each chunk belongs, one copy for all tables of the same tensors."""
@@ -258,6 +267,23 @@ class _Tables:
                 self._rows_of_chunks.clear()
             counts = torch.tensor([entry.layout.num_chunks for entry in entries], device="cpu")
             rows = torch.repeat_interleave(torch.arange(len(entries), dtype=torch.int32, device="cpu"), counts)
-            on_device = rows.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else rows
-            self._rows_of_chunks[key] = on_device
+            self._rows_of_chunks[key] = upload(rows, self._device)
         return self._rows_of_chunks[key]
+
+    def _starts_of(self, entries: list[Entry]) -> Starts:
+        """Where bands, columns of chunks and matrices begin; like the rows of chunks, it does not change with addresses."""
+        key = tuple(entry.tensor for entry in entries)
+        if key not in self._starts:
+            if len(self._starts) >= _MOST_MAPS:
+                self._starts.clear()
+            found: tuple[list[Tensor], ...] = ([], [], [])
+            first = 0
+            for layout in (entry.layout for entry in entries):
+                last = first + layout.num_chunks
+                matrices = torch.arange(first, last, layout.num_chunks // num_matrices(layout), device="cpu")
+                found[0].append(torch.arange(first, last, layout.chunks_per_band, device="cpu"))
+                found[1].append((matrices[:, None] + torch.arange(layout.chunks_per_band, device="cpu")).flatten())
+                found[2].append(matrices)
+                first = last
+            self._starts[key] = Starts(*(upload(torch.cat(one).to(torch.int32), self._device) for one in found))
+        return self._starts[key]

@@ -28,7 +28,6 @@ LAYERS = [
     "ownership",
     "torch_stack",
     "fused",
-    "fused_balance",
     "fused_stack",
     "sealing",
     "local_step",

@@ -16,8 +16,11 @@ from thinwire import CheckpointError, DeMo
 from thinwire.core import reference
 from thinwire.core.balance import ENERGIES, energy_shapes, is_balanced, note_, num_matrices, weighed, weights_of
 from thinwire.core.layout import bands_of, chunks_view, crop_to_rows, plan_layout
+from thinwire.core.scratch import Scratch
 from thinwire.exchange.loopback import run_replicas
+from thinwire.exchange.plan import Coding, TensorSpec, make_plan
 from thinwire.redistribution import assemble
+from thinwire.slabs import LocalTensor
 
 BACKENDS = ["torch", "triton"]
 SHAPES: list[tuple[int, ...]] = [(12, 20), (2, 9, 10), (14,), (2, 16, 8), (4, 3, 2, 2), (1, 20)]
@@ -132,6 +135,46 @@ def test_both_backends_balance_alike(device: torch.device) -> None:
         assert (mine - theirs).abs().max() <= 4 * TRANSFORM_ERROR[device.type] * (1 + mine.abs().max())
     for mine, theirs in zip(found[0][1], found[1][1], strict=True):
         assert torch.allclose(mine, theirs, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_find_energies_and_weights_of_tall_and_of_many_matrices(dtype: torch.dtype, device: torch.device) -> None:
+    """More bands, and longer vectors, than a program takes at once; a matrix with no gradient, and one that has Inf."""
+    pytest.importorskip("triton", reason="triton has no build for this platform")
+    from thinwire.fused_stack import FusedStack
+    from thinwire.kernels.balance import note_ as note_on_device_
+
+    shapes = [(4101, 20), (3, 40, 70), (5, 2, 33)]
+    specs = [TensorSpec(str(place), shape, str(dtype), 0) for place, shape in enumerate(shapes)]
+    (bucket,) = make_plan(specs, [Coding(16, 8, "float32", "adaptive", 0)]).buckets
+    layouts = [plan_layout(shape, 16) for shape in shapes]
+    energies = [[torch.rand(size) for size in energy_shapes(layout)] for layout in layouts]
+    gradients = [uneven(shape, torch.device("cpu")).to(dtype) for shape in shapes]
+    gradients[1][0] = 0
+    gradients[1][1, 7, 9] = torch.inf
+    energies[1][0][0] = energies[1][1][0] = 0
+    found = []
+    for layout, gradient, pair in zip(layouts, gradients, energies, strict=True):
+        momentum_CE = torch.zeros(layout.num_chunks, layout.row_edge * layout.col_edge)
+        mine = (pair[0].to(device, copy=True), pair[1].to(device, copy=True))
+        found.append(LocalTensor(nn.Parameter(gradient.to(device)), momentum_CE.to(device), energies=mine))
+    for stack in bucket.stacks:
+        step = FusedStack(stack, found, Scratch(), torch.zeros(1, dtype=torch.int32, device=device))
+        on_device = {entry.tensor: gradients[entry.tensor].to(device) for entry in stack.entries}
+        rows = {entry.tensor: step._encode_row(entry, on_device[entry.tensor], True) for entry in stack.entries}
+        for _, table in step._encode_tables.update(lambda entry, rows=rows: rows[entry.tensor]):
+            assert table.balance is not None
+            note_on_device_(table, 0.8, Scratch())
+        for index in on_device:
+            pair = (energies[index][0].double(), energies[index][1].double())
+            note_(gradients[index].double(), pair, 0.8)
+            vectors = step._weights[index].cpu().view(len(pair[0]), -1)
+            for place, energy in enumerate(pair):
+                size, at = energy.shape[1], place * pair[0].shape[1]
+                assert torch.allclose(found[index].energies[place].cpu().double(), energy, rtol=1e-5)  # type: ignore[index]
+                assert torch.allclose(vectors[:, at : at + size].double(), weights_of(energy), rtol=1e-5)
+                before = vectors[:, vectors.shape[1] // 2 + at :][:, :size]
+                assert torch.equal(before, energies[index][place])
 
 
 def test_it_makes_a_difference_where_rows_differ(backend: str, device: torch.device) -> None:

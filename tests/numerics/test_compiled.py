@@ -14,11 +14,12 @@ ROOT = Path(__file__).parent.parent.parent
 
 def test_kernels_compile() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.compile_kernels", "64", "32", "sign", "sign", "8"]
+    command = [sys.executable, "-m", "tests.compile_kernels", "64", "32", "sign", "sign", "8", "0.95"]
     found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False, timeout=250)
     assert found.returncode == 0, found.stderr
     rows = [json.loads(line) for line in found.stdout.splitlines()]
-    names = ["accumulate", "accumulate", "checksum", "decode", "give_back", "judge", "pack", "records"]
+    names = ["accumulate", "accumulate", "checksum", "columns", "decode", "give_back", "judge", "pack", "records", "restore"]
+    names += ["squares", "weights"]
     assert sorted(row["kernel"] for row in rows) == [f"_{name}_kernel" for name in names]
     assert max(row["stack_bytes"] for row in rows) <= 128, rows  # registers that did not find room
     most = {"_accumulate_kernel": 168, "_decode_kernel": 128}

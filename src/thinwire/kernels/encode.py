@@ -331,7 +331,7 @@ def _accumulate(
         WORD=search.word,
         PRECISION=PRECISION,
         UNDOES=verdict is not None,
-        BALANCED=table.balanced,
+        BALANCED=table.balance is not None,
         num_warps=cut.num_warps,
         num_stages=1,
         enable_fp_fusion=True,

@@ -4,7 +4,7 @@ import functools
 import threading
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,7 +17,8 @@ from thinwire.wire.codec import ChunkCodec
 from thinwire.wire.indices import elias_fano_low_bits
 
 # The columns of a table: three addresses, the chunk at which the tensor begins in the launch and in its stack, its cut, the
-# address of its update rule's state, and its number in the plan.
+# address of its update rule's state, its number in the plan, and what `kernels.balance` needs: the addresses of its weights
+# and of the energies of its rows and columns.
 GRADIENT = tl.constexpr(0)
 MOMENTUM = tl.constexpr(1)
 PARAMETER = tl.constexpr(2)
@@ -29,7 +30,10 @@ CHUNKS_PER_BAND = tl.constexpr(7)
 BANDS_PER_MATRIX = tl.constexpr(8)
 RULE_STATE = tl.constexpr(9)
 TENSOR = tl.constexpr(10)
-NUM_COLUMNS = tl.constexpr(11)
+WEIGHTS = tl.constexpr(11)
+ROW_ENERGY = tl.constexpr(12)
+COL_ENERGY = tl.constexpr(13)
+NUM_COLUMNS = tl.constexpr(14)
 
 _turn = threading.Lock()
 
@@ -82,18 +86,29 @@ class Cut:
 class Row:
     """The addresses of one tensor and what belongs to it; 0 where there is none, or it is not needed."""
 
-    gradient: int
-    momentum: int
-    parameter: int
-    rule_state: int
+    gradient: int = 0
+    momentum: int = 0
+    parameter: int = 0
+    rule_state: int = 0
+    weights: int = 0
+    row_energy: int = 0
+    col_energy: int = 0
+
+
+class Starts(NamedTuple):
+    """The chunks (int32) at which something begins where gradients are balanced: every band of chunks, every column of
+    chunks in a matrix, and every matrix."""
+
+    bands: Tensor
+    columns: Tensor
+    matrices: Tensor
 
 
 @dataclass(frozen=True)
 class ChunkTable:
     """``rows_NT`` (int64) has a row per tensor, ``row_of_chunk_C`` (int32) says to which one each chunk belongs.
 
-    Without a gradient dtype the tensors have no gradients. Where they are ``balanced``, the weights of their rows and
-    columns lie where other launches have parameter and rule state.
+    Without a gradient dtype the tensors have no gradients. ``balance`` is there if they are balanced.
     """
 
     rows_NT: Tensor
@@ -102,7 +117,7 @@ class ChunkTable:
     gradient_dtype: torch.dtype | None
     momentum_dtype: torch.dtype
     parameter_dtype: torch.dtype
-    balanced: bool = False
+    balance: Starts | None = None
 
     @property
     def num_chunks(self) -> int:
@@ -115,10 +130,9 @@ def launching(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else _turn
 
 
-def upload_rows(rows: list[list[int]], device: torch.device) -> Tensor:
-    """The rows of a table on the device. Does not wait for it."""
-    table = torch.tensor(rows, dtype=torch.int64, device="cpu")
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+def upload(numbers: Tensor, device: torch.device) -> Tensor:
+    """Numbers of the CPU on the device. Does not wait for it."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
 
 
 def num_programs(device: torch.device, num_chunks: int, per_processor: int) -> int:
@@ -167,10 +181,9 @@ def weights_of(row_ptr, local, rows, cols, ROW_EDGE: tl.constexpr, COL_EDGE: tl.
     row = (band - matrix * bands_per_matrix) * ROW_EDGE + rows
     exists_R = (rows < ROW_EDGE) & (row < num_rows)
     exists_C = (cols < COL_EDGE) & (col < num_cols)
-    row_weights_ptr = tl.load(row_ptr + PARAMETER).to(tl.pointer_type(tl.float32)) + matrix * num_rows
-    col_weights_ptr = tl.load(row_ptr + RULE_STATE).to(tl.pointer_type(tl.float32)) + matrix * num_cols
-    row_weights = tl.load(row_weights_ptr + row, mask=exists_R, other=0.0)
-    return row_weights * tl.load(col_weights_ptr + col, mask=exists_C, other=0.0)
+    vectors_ptr = tl.load(row_ptr + WEIGHTS).to(tl.pointer_type(tl.float32)) + matrix * 2 * (num_rows + num_cols)
+    row_weights = tl.load(vectors_ptr + row, mask=exists_R, other=0.0)
+    return row_weights * tl.load(vectors_ptr + num_rows + col, mask=exists_C, other=0.0)
 
 
 @triton.jit
