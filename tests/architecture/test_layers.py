@@ -58,6 +58,7 @@ LAYERS = [
 ]
 # Files that may import what the core does not depend on, and what.
 EXTRAS = {
+    "kernels/balance.py": {"triton"},
     "kernels/bits.py": {"triton"},
     "kernels/checks.py": {"triton"},
     "kernels/decode.py": {"triton"},

@@ -38,7 +38,7 @@ _REFUSED: tl.constexpr = tl.constexpr(int(Verdict.REFUSED))
 _LEAST_SHARE: tl.constexpr = tl.constexpr(LEAST_SHARE)
 _LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 _BANDS_AT_ONCE: tl.constexpr = tl.constexpr(32)
-_AT_ONCE: tl.constexpr = tl.constexpr(4096)
+_AT_ONCE: tl.constexpr = tl.constexpr(2048)
 
 
 @triton.jit
