@@ -27,10 +27,12 @@ _STEPS: dict[str, dict[str, dict[str, Any]]] = {
     MEDIUM: {VIT: {}, CNN: {}},
     FULL: {VIT: {}, CNN: {}},
 }
+_SIGN, _MUON, _BALANCED = "sign rule", "muon rule", "muon rule, balanced"
 _RATES: dict[str, dict[str, float]] = {
-    VIT: {"adamw": 2e-3, "muon": 4e-3, "sign rule": 2e-3, "muon rule": 4e-2},
-    CNN: {"adamw": 4e-3, "sign rule": 2e-3, "muon rule": 4e-2},
+    VIT: {"adamw": 2e-3, "muon": 4e-3, _SIGN: 2e-3, _MUON: 4e-2, _BALANCED: 4e-2},
+    CNN: {"adamw": 4e-3, _SIGN: 2e-3, _MUON: 4e-2, _BALANCED: 4e-2},
 }
+_BALANCE = 0.95
 _REPLICAS = 4
 # Of 359 images that decide an accuracy, this share is three of them.
 _SAME_ACCURACY = 0.01
@@ -44,16 +46,22 @@ class Case(NamedTuple):
     contender: Contender
 
 
+def _rules(size: str) -> dict[str, Start]:
+    """DeMo's methods and their settings."""
+    sign, muon = (DEMO_RULES[size][rule] for rule in ("sign", "muon"))
+    plain = {name: value for name, value in muon.settings.items() if name != "balance"}
+    return {_SIGN: sign, _MUON: Start(muon.rate, plain), _BALANCED: Start(muon.rate, {**plain, "balance": _BALANCE})}
+
+
 def _cases(size: str) -> list[Case]:
+    rules = _rules(size)
     found = [(LANGUAGE, method, text_trial(size, method), DENSE_RATES[size][method]) for method in ("adamw", "muon")]
-    for rule, start in DEMO_RULES[size].items():
-        found.append((LANGUAGE, f"{rule} rule", text_trial(size, settings=start.settings), start.rate))
+    for method, start in rules.items():
+        found.append((LANGUAGE, method, text_trial(size, settings=start.settings), start.rate))
     for model, rates in _RATES.items():
         for method, rate in rates.items():
-            rule = method.removesuffix(" rule")
-            start = DEMO_RULES[size][rule] if rule != method else Start(rate, {})
-            optimizer = "demo" if rule != method else method
-            trial = Trial(_RECIPES[model], _REPLICAS, optimizer, {**_STEPS[size][model], **start.settings})
+            optimizer, settings = ("demo", rules[method].settings) if method in rules else (method, {})
+            trial = Trial(_RECIPES[model], _REPLICAS, optimizer, {**_STEPS[size][model], **settings})
             found.append((model, method, trial, rate))
     return [Case(model, method, Contender(f"{model}, {_word(method)}", trial, rate)) for model, method, trial, rate in found]
 
@@ -89,7 +97,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         for method, one in methods.items():
             share, sent = accuracy(one), one.rows[0]["sent_bytes"]
             right = "" if share is None or model == LANGUAGE else f"{share:.1%}"
-            times = f"{2 * one.rows[0]['parameters'] / sent:.0f}" if method.endswith(" rule") else ""
+            times = f"{2 * one.rows[0]['parameters'] / sent:.0f}" if method in (_SIGN, _MUON, _BALANCED) else ""
             lines.append((model, _word(method), one.words, right, f"{sent:,}", times, f"{one.rate:g}"))
     head = ("model", "method", "loss", "accuracy", "sent bytes", "times fewer than bfloat16", "learning rate")
     claims = [claim for model in (VIT, CNN) for claim in _claims(model, found[model])]
@@ -116,17 +124,21 @@ def _answer(found: dict[str, dict[str, Outcome]], claims: Sequence[Claim]) -> st
 
 def _claims(model: str, methods: dict[str, Outcome]) -> list[Claim]:
     claims = []
-    for rule in ("sign rule", "muon rule"):
+    for rule in (_SIGN, _MUON, _BALANCED):
         if rule in methods and "adamw" in methods:
             mine, dense = accuracy(methods[rule]) or 0.0, accuracy(methods["adamw"]) or 0.0
             text = f"the {model} is as accurate with DeMo's {rule} as with AdamW, to 1 %: {mine:.1%} against {dense:.1%}"
             claims.append(Claim(text, mine > dense - _SAME_ACCURACY))
-    if {"sign rule", "muon rule"} <= methods.keys():
-        sign, muon = methods["sign rule"], methods["muon rule"]
+    if {_SIGN, _MUON} <= methods.keys():
+        sign, muon = methods[_SIGN], methods[_MUON]
         text = (
             f"the {model}'s loss is not larger with the muon rule than with the sign rule: {muon.words} against {sign.words}"
         )
         claims.append(Claim(text, muon.mean <= sign.mean))
+    if {_MUON, _BALANCED} <= methods.keys():
+        plain, balanced = methods[_MUON], methods[_BALANCED]
+        text = f"balance lowers the {model}'s mean loss with the muon rule: {balanced.words} against {plain.words}"
+        claims.append(Claim(text, balanced.mean < plain.mean))
     return claims
 
 
