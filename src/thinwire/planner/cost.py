@@ -109,7 +109,7 @@ DEVICES = {
         published_ns_per_parameter=0.19,
         ddp_overlap=1.0,
         owner_ns_per_parameter=0.19,
-        muon_flops_per_second=1.07e14,
+        muon_flops_per_second=2.9e14,
     ),
 }
 

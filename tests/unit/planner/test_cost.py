@@ -56,7 +56,7 @@ def test_the_muon_rule_is_priced_by_what_it_computes(shape: tuple[int, int]) -> 
 
 def test_the_muon_rule_takes_as_long_as_it_was_measured_to() -> None:
     """Stored rows: the H200's step with either rule, and what a host of the lab takes to apply one."""
-    step = {row["contender"]: row for row in stored("step_muon/2026-11-16_h200")}
+    step = {row["contender"]: row for row in stored("step_muon/2026-11-19_h200")}
     longer = step["thinwire triton, step(), muon rule"]["median_ms"] - step["thinwire triton, step()"]["median_ms"]
     assert DEVICES["gpu"].rule_seconds("muon", SHAPES["300m"], 64) == pytest.approx(longer / 1000, rel=0.05)
     apply = {
