@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.cli import TINY, replicas
 
 RUN = ["train", "quickstart", *TINY, "--update", "sign", "--lr", "1e-3", "--schedule", "constant", "--eval-examples", "13"]
-RUN += ["--eval-every", "3", "--checkpoint-every", "0"]
+RUN += ["--eval-every", "3", "--checkpoint-every", "0", "--balance", "0"]
 
 
 def run(*arguments: str, cwd: Path, number: int) -> str:
