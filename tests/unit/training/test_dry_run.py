@@ -18,16 +18,17 @@ from thinwire.training.recipes import OPTIMIZERS, build
 from thinwire.training.shapes import build_on_meta, specs_of
 
 
-@pytest.mark.parametrize("update", ["sign", "adamw"])
-def test_memory_is_that_of_the_real_optimizer(update: str) -> None:
+@pytest.mark.parametrize(("update", "balance"), [("sign", 0.0), ("adamw", 0.0), ("muon", 0.95)])
+def test_memory_is_that_of_the_real_optimizer(update: str, balance: float) -> None:
     config = build("quickstart")
-    config = replace(config, optim=replace(config.optim, update=update))
+    config = replace(config, optim=replace(config.optim, update=update, balance=balance))
     model = build_model(config, Sizes(vocab_size=256))
     optimizer = Decoupled(config.optim, model, model, SoloTransport()).optimizer
     held = sum(tensor.nbytes for state in optimizer.state.values() for tensor in state.values())
     needs = memory_bytes(config.optim, build_on_meta(config), MeshShape(4))
     assert needs["parameters"] == sum(parameter.nbytes for parameter in model.parameters())
-    assert needs["momentum"] + needs.get("state of the update rule", 0) == held
+    assert ("balance" in needs) == (balance > 0)
+    assert needs["momentum"] + needs.get("state of the update rule", 0) + needs.get("balance", 0) == held
     assert needs["payloads"] == 4 * optimizer.plan.payload_bytes
     sharded = memory_bytes(config.optim, build_on_meta(config), MeshShape(4, 2))
     assert sharded == {name: needed // 2 for name, needed in needs.items()}
