@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.lab.rows import Cell
+from thinwire.options import RECOMMENDED_OPTIONS
 from thinwire.planner.links import format_bytes
 from thinwire.studies.figure import Drawing, Page, logarithmic, named_dots, title
 from thinwire.studies.labels import Named
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 # As the network lab's peers were trained: two replicas, 400 steps of 16 sequences of 128 bytes.
 _LAB: dict[str, Any] = {"steps": 400, "eval_every": 100, "eval_examples": 256}
 _TOPK = {SMALL: (16, 64), MEDIUM: (4, 16, 64, 256), FULL: (4, 16, 64, 256)}
+# With balanced gradients; the full size has none without.
+_BALANCED = {SMALL: (), MEDIUM: (16, 64, 256), FULL: ()}
 _CODECS = {SMALL: (), MEDIUM: ("int4", "float32"), FULL: ("int4", "float32")}
 # The peers as in the lab, variants left out, but that 200 steps are a whole number of rounds, and 1-bit Adam
 # has time to learn its variances; and the learning rate that a search begins with. The full size reads the lab's rows.
@@ -77,6 +80,10 @@ def contenders(size: str) -> list[Contender]:
             found.append(
                 Contender(f"{rule}, k {start.settings['topk']}, {values}", _trial(size, "demo", settings), start.rate)
             )
+    muon = DEMO_RULES[size]["muon"]
+    for topk in _BALANCED[size]:
+        settings = {**muon.settings, "topk": topk, "balance": RECOMMENDED_OPTIONS["balance"]}
+        found.append(Contender(f"muon, k {topk}, balanced", _trial(size, "demo", settings), muon.rate))
     if size == MEDIUM:
         galore = Contender("galore", _trial(size, "galore", {}), 1e-2)
         peers = {name: ProcessTrial(**vars(_trial(size, name, one))) for name, (_, one) in _PEERS.items()}

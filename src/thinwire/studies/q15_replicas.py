@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from thinwire.options import RECOMMENDED_OPTIONS
 from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, title
-from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, MANY, text_trial
+from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, MANY, Start, text_trial
 from thinwire.studies.study import FULL, MEDIUM, SIZES, SMALL, Claim, Finding, Study, table
 from thinwire.studies.trials import Row, Trial
 from thinwire.studies.tuning import Contender, Outcome, due, outcomes, seeds_for
@@ -18,6 +19,7 @@ _OWNED: dict[str, tuple[int, ...]] = {SMALL: (), MEDIUM: (), FULL: (16, 64)}
 _ALL, _EACH = {SMALL: 16, MEDIUM: 64, FULL: 64}, {SMALL: 4, MEDIUM: 1, FULL: 16}
 _TOGETHER, _ALONE = "fixed batch for all", "fixed batch for each"
 _ADAMW = "AdamW"
+_BALANCED = "balanced muon rule"
 _LITTLE = 0.05
 
 
@@ -28,6 +30,15 @@ class Case(NamedTuple):
     batch: str
     replicas: int
     contender: Contender
+
+
+def _rules(size: str) -> dict[str, Start]:
+    """DeMo's methods and their settings; the full size has the muon rule with balance alone."""
+    rules = {f"{name} rule": start for name, start in DEMO_RULES[size].items()}
+    if size != MEDIUM:
+        return rules
+    muon = rules["muon rule"]
+    return {**rules, _BALANCED: Start(muon.rate, {**muon.settings, "balance": RECOMMENDED_OPTIONS["balance"]})}
 
 
 def _batch(size: str, batch: str, count: int) -> int:
@@ -42,9 +53,9 @@ def _cases(size: str) -> list[Case]:
             # All replicas of a dense optimizer are one with all the examples: their number is of no account.
             dense = text_trial(_MODELS[size], "adamw", 1, examples)
             found.append((_ADAMW, batch, count, dense, DENSE_RATES[size]["adamw"]))
-            for rule, start in DEMO_RULES[size].items():
+            for rule, start in _rules(size).items():
                 trial = text_trial(_MODELS[size], "demo", count, {**start.settings, **examples})
-                found.append((f"{rule} rule", batch, count, trial, start.rate))
+                found.append((rule, batch, count, trial, start.rate))
     for rule, start in DEMO_RULES[size].items():
         for count in _OWNED[size]:
             settings = {**start.settings, "batch": _ALL[size], "exchange": "owner"}
@@ -93,7 +104,7 @@ def _answer(found: dict[tuple[str, str], dict[int, Outcome]]) -> str:
 
 def _claims(found: dict[tuple[str, str], dict[int, Outcome]]) -> list[Claim]:
     claims = []
-    for rule in (f"{name} rule" for name in DEMO_RULES[FULL]):
+    for rule in _rules(MEDIUM):
         together, alone = found.get((rule, _TOGETHER), {}), found.get((rule, _ALONE), {})
         if len(together) > 1:
             few, many = min(together), max(together)

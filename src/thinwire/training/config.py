@@ -124,8 +124,8 @@ class OptimConfig:
     rest_update: Literal["", "sign", "adamw", "lion"] = ""
     """DeMo: another rule for all but the matrices between input and output: embeddings, the output layer, norms and biases.
     Empty: the same for all."""
-    rest_lr: float = 1e-3
-    """DeMo: with rest_update, the peak learning rate of these."""
+    rest_lr: float = 0.0
+    """DeMo: with rest_update, the peak learning rate of these; 0: a tenth of lr."""
     momentum_decay: float = 0.999
     """DeMo: decay of the momentum."""
     balance: float = 0.0

@@ -78,6 +78,6 @@ def decoupled_groups(config: "OptimConfig", model: nn.Module) -> list[dict[str, 
     if not config.rest_update:
         return with_topk_of(decay_groups(named, config.weight_decay), config.topk_of)
     hidden, rest = split_hidden(model, named)
-    own = {"update": config.rest_update, "lr": config.rest_lr}
+    own = {"update": config.rest_update, "lr": config.rest_lr or config.lr / 10}
     others = [{**group, **own} for group in decay_groups(rest, config.weight_decay)]
     return with_topk_of([*decay_groups(hidden, config.weight_decay), *others], config.topk_of)
