@@ -52,6 +52,8 @@ class FusedStack:
         self._hints_C = torch.zeros(stack.num_chunks, dtype=torch.int32, device=verdict.device)
         self._encoded: list[ChunkTable] = []
         """The tables that are in the payload: what `undo_` must take back, from the gradients that are held for it."""
+        self._noted: list[ChunkTable] = []
+        """Those whose gradients are in the energies, which they are before they are in the payload."""
         self._held: dict[int, Tensor] = {}
         self._weights: dict[int, Tensor] = {}
         """Room for what `kernels.balance` finds; at the same addresses at every step."""
@@ -63,13 +65,14 @@ class FusedStack:
 
     def encode_(self, group: GroupStep, payload_B: Tensor) -> None:
         """See `StackStep`. A gradient with NaN or Inf in it is reported in the payload's header."""
-        self._encoded.clear()
+        self.forget()
         gradients = self._held = self._gradients()
         codec, offset, is_balanced = self._stack.codec, self._stack.offset_bytes, group.balance > 0
         tables = self._encode_tables.update(lambda entry: self._encode_row(entry, gradients.get(entry.tensor), is_balanced))
         for _, table in tables:
             if table.balance is not None:
                 balance.note_(table, group.balance, self._scratch)
+                self._noted.append(table)
             encode.encode_(
                 table, codec, payload_B, offset, self._units_C, self._hints_C, self._scratch, self._settings(group)
             )
@@ -80,8 +83,8 @@ class FusedStack:
         codec, offset = self._stack.codec, self._stack.offset_bytes
         for table in self._encoded:
             undo.undo_(table, codec, payload_B, offset, self._units_C, self._hints_C, self._settings(group), self._verdict)
-            if table.balance is not None:
-                balance.undo_(table, self._verdict)
+        for table in self._noted:
+            balance.undo_(table, self._verdict)
         self.forget()
 
     def give_back_(self, payload_B: Tensor, units: Tensor | float) -> None:
@@ -94,6 +97,7 @@ class FusedStack:
     def forget(self) -> None:
         """See `StackStep`."""
         self._encoded.clear()
+        self._noted.clear()
         self._held = {}
 
     def _settings(self, group: GroupStep) -> encode.Settings:
@@ -185,12 +189,12 @@ class FusedStack:
         form = self._form(entry, local, None if gradient is None else gradient.dtype, row)
         if gradient is None or local.energies is None or not is_balanced:
             return form, row
-        row_energy, col_energy = local.energies
+        of_rows, of_cols = local.energies
         if entry.tensor not in self._weights:
-            self._weights[entry.tensor] = row_energy.new_empty(2 * (row_energy.numel() + col_energy.numel()))
-        addresses = (one.data_ptr() for one in (self._weights[entry.tensor], row_energy, col_energy))
-        weights, *energies = addresses
-        return form._replace(balanced=True), replace(row, weights=weights, row_energy=energies[0], col_energy=energies[1])
+            self._weights[entry.tensor] = of_rows.new_empty(2 * (of_rows.numel() + of_cols.numel()))
+        row = replace(row, weights=self._weights[entry.tensor].data_ptr())
+        row = replace(row, row_energy=of_rows.data_ptr(), col_energy=of_cols.data_ptr())
+        return form._replace(balanced=True), row
 
     def _apply_row(self, entry: Entry, targets: dict[int, Tensor], direction: Tensor | None) -> tuple[Form, Row]:
         local = self._tensors[entry.tensor]

@@ -185,7 +185,7 @@ def _local_tensor(
     if group["balance"] > 0:
         for name, shape in zip(ENERGIES, energy_shapes(layout), strict=True):
             energy = state.get(name, torch.zeros(shape, device="cpu"))
-            state[name] = (energy if energy.shape == shape else torch.zeros(shape, device="cpu")).to(*kind)
+            state[name] = (energy if energy.shape == shape else torch.zeros(shape, device="cpu")).to(*kind).contiguous()
         if is_balanced(layout):
             local = replace(local, energies=(state[ENERGIES[0]], state[ENERGIES[1]]))
     return local

@@ -17,7 +17,7 @@ TINY = ["bench", "step", "--shapes", "tiny", "--rounds", "2", "--topk", "8", "--
 
 def test_a_step_is_measured_beside_others(tmp_path: Path) -> None:
     out = tmp_path / "rows"
-    asked = ["--replicas", "1", "2", "--updates", "sign", "adamw"]
+    asked = ["--replicas", "1", "2", "--updates", "sign", "adamw", "--balances", "0", "0.95"]
     found = replicas(*TINY, *asked, "--out", str(out), cwd=tmp_path, number=1)
     assert found.returncode == 0, found.stderr
     rows = [StepRow(**json.loads(line)) for line in (out / "rows.jsonl").read_text().splitlines()]
@@ -30,8 +30,12 @@ def test_a_step_is_measured_beside_others(tmp_path: Path) -> None:
         ("thinwire torch", 8, 2),
         ("thinwire torch, step()", 8, 1),
         ("thinwire torch, step()", 8, 2),
+        ("thinwire torch, step(), balance 0.95", 8, 1),
+        ("thinwire torch, step(), balance 0.95", 8, 2),
         ("thinwire torch, step(), adamw rule", 8, 1),
         ("thinwire torch, step(), adamw rule", 8, 2),
+        ("thinwire torch, step(), adamw rule, balance 0.95", 8, 1),
+        ("thinwire torch, step(), adamw rule, balance 0.95", 8, 2),
         ("AdamW fused", None, None),
     ]
     for row in rows:
@@ -40,9 +44,10 @@ def test_a_step_is_measured_beside_others(tmp_path: Path) -> None:
         assert abs(row.median_ms / row.floor_ms - row.ratio_to_floor) < 1e-9
     assert set(rows[3].parts_ms) == {"encode", "decode"}
     assert rows[4].floor_bytes_per_parameter > rows[3].floor_bytes_per_parameter > 20
-    own = rows[7].floor_bytes_per_parameter - rows[5].floor_bytes_per_parameter
-    assert own == pytest.approx(8, abs=0.01)  # its state, read and written; its values also have scales
-    assert rows[7].state_bytes_per_parameter == 8
+    plain, balanced, adamw = (rows[index].floor_bytes_per_parameter for index in (5, 7, 9))
+    assert balanced - plain == pytest.approx(4)  # the gradient is read twice
+    assert adamw - plain == pytest.approx(8, abs=0.01)  # its state, read and written; its values also have scales
+    assert rows[9].state_bytes_per_parameter == 8
     summary = (out / "summary.md").read_text()
     assert markdown(rows) in summary
     assert f"thinwire {' '.join([*TINY, *asked])}`" in summary
@@ -56,6 +61,7 @@ def test_a_step_is_measured_beside_others(tmp_path: Path) -> None:
     [
         (["--topk", "0"], r"--topk must be .*got 0"),
         (["--replicas", "-1"], r"--replicas must be .*got -1"),
+        (["--balances", "0.9", "1"], r"--balances must be from 0 to below 1, got 1"),
         (["--device", "cuda"], r"there is no such device here"),
         (["--device", "tpu"], r"--device tpu must be cpu, cuda or auto"),
         (["--out", "/dev/null/x"], r"--out /dev/null/x: Not a directory"),

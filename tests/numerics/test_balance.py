@@ -91,6 +91,8 @@ def test_every_row_and_column_comes_to_one_size() -> None:
 def test_what_is_nearly_nothing_is_not_made_much_of() -> None:
     assert weights_of(torch.tensor([[1.0, 1e-30, 1.0, 0.0]])).max() <= 1000
     assert torch.equal(weights_of(torch.zeros(2, 3)), torch.ones(2, 3))
+    for mean in (1e-20, 1e-31, 1e-40, 1e-44):  # where a millionth underflows, what is 0 beside it would have no weight
+        assert weights_of(torch.tensor([[mean, 0.0, mean]])).isfinite().all(), mean
 
 
 @pytest.mark.parametrize(
@@ -223,6 +225,42 @@ def test_what_is_not_finite_is_not_taken_in_with_a_delay_either(bad: float, back
     optimizer.drain()
     assert optimizer.num_skipped_steps == 1
     assert all(bool(energy.isfinite().all()) and bool(energy.any()) for energy in energies_of(optimizer))
+
+
+def test_energies_are_as_before_if_encoding_fails(
+    backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take the gradients in before these are encoded, for which there may be no memory."""
+    parameters = parameters_for(SHAPES[:2], device)
+    optimizer = DeMo(parameters, lr=0.1, backend=backend, **SETTINGS)
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = uneven(tuple(parameter.shape), device)
+        optimizer.step()
+    before = energies_of(optimizer)
+    place = "thinwire.fused_stack.encode.encode_" if backend == "triton" else "thinwire.wire.codec.ChunkCodec.encode"
+    monkeypatch.setattr(place, lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert all(map(torch.equal, before, energies_of(optimizer)))
+
+
+def test_energies_may_lie_in_memory_as_they_like(device: torch.device) -> None:
+    """As they do when somebody has moved or replaced the state."""
+    pytest.importorskip("triton", reason="triton has no build for this platform")
+    shape, results = (2, 16, 20), []
+    gradient, sizes = uneven(shape, device), energy_shapes(plan_layout(shape, 16))
+    energies = [torch.rand(*size[::-1]).mT.to(device) for size in sizes]
+    for backend in BACKENDS:
+        parameter = nn.Parameter(torch.zeros(shape, device=device))
+        optimizer = DeMo([parameter], lr=0.1, backend=backend, **SETTINGS)
+        optimizer.state[parameter].update(zip(ENERGIES, [energy.mT.clone().mT for energy in energies], strict=True))
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, device=device))]})  # all is planned anew
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        results.append(optimizer.state[parameter][ENERGIES[1]])
+    assert not energies[0].is_contiguous()
+    assert torch.allclose(*results, rtol=1e-5)
 
 
 def test_replicas_stay_the_same_and_keep_their_own(backend: str, device: torch.device) -> None:

@@ -191,8 +191,10 @@ def whole_step(
     state_names = UPDATE_RULES[update].state_names
     name = f"thinwire {backend}, step()" + ("" if update == "sign" else f", {update} rule")
     name += f", balance {balance:g}" if balance else ""
-    # A state of the rule is read and written once, too.
-    floor_bytes, state_bytes = floor_bytes + 8 * len(state_names), 4 + 4 * len(state_names)
+    # A state of the rule is read and written once, too; with balance a gradient is read twice, since every element of it
+    # has a share in every weight.
+    floor_bytes += 8 * len(state_names) + 4 * (balance > 0)
+    state_bytes = 4 + 4 * len(state_names)
     return Contender(name, step, floor_bytes, state_bytes, prepare, topk, replicas, held_bytes)
 
 

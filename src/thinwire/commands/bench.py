@@ -61,6 +61,8 @@ def command(arguments: list[str]) -> int:
     check_int("--rounds", asked.rounds, 1)
     for balance in asked.balances:
         check_float("--balances", balance, 0.0, 1.0)
+        if balance == 1:
+            raise ValueError("--balances must be from 0 to below 1, got 1: each is the decay of a running mean")
     device = str(device_of(asked.device))
     if asked.out is not None:
         make_folder("--out", asked.out)

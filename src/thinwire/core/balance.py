@@ -17,6 +17,8 @@ ENERGIES = ("row_energy", "col_energy")
 """What a tensor keeps for it: running means of squares, 0 at first; (matrices, rows) and (matrices, cols)."""
 LEAST_SHARE = 1e-6
 """Of the mean energy: what is weaker is not made stronger any further."""
+LEAST_MEAN = 1e-30
+"""A matrix with less mean energy is left as it is: `LEAST_SHARE` of it might underflow, and 0 / 0 is NaN."""
 
 Energies = tuple[Tensor, Tensor]
 
@@ -61,7 +63,7 @@ def weights_of(energy: Tensor) -> Tensor:
     """What rows, or columns, are multiplied with: the root of the mean energy of their matrix over their own."""
     mean = energy.mean(dim=-1, keepdim=True)
     weights = (mean / torch.maximum(energy, LEAST_SHARE * mean)).sqrt_()
-    return torch.where(mean > 0, weights, 1.0)
+    return torch.where(mean > LEAST_MEAN, weights, 1.0)
 
 
 def weighed(bands: Tensor, weights: Energies, layout: ChunkLayout, start: int, stop: int) -> Tensor:

@@ -61,7 +61,7 @@ def _balance(matrix: Tensor, rows: list[float], cols: list[float], decay: float)
         for index, values in enumerate(members):
             means[index] = decay * means[index] + (1 - decay) * sum(value**2 for value in values) / len(values)
     mean = sum(rows) / len(rows)
-    if mean == 0:
+    if mean <= 1e-30:
         return matrix
     least = 1e-6 * mean
     return torch.tensor(

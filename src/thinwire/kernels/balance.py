@@ -1,8 +1,7 @@
 """Balance: the usual size of the rows and columns of many gradients, and what they are multiplied with, in three launches.
 
-They compute what `core.balance.note_` and `core.balance.weights_of` do. Where a table says that a tensor's weights lie,
-each of its matrices has four vectors, one after the other: the weights of its rows, of its columns, and what the energies
-of both were before the step. The kernel that accumulates multiplies by the weights as it reads. No sum is added up with
+They compute what `core.balance.note_` and `core.balance.weights_of` do, into the vectors that `kernels.table.vectors_of`
+finds. The kernel that accumulates multiplies by the weights as it reads. No sum is added up with
 atomics, so that a step taken again has the same bits.
 """
 
@@ -11,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.core.balance import LEAST_SHARE
+from thinwire.core.balance import LEAST_MEAN, LEAST_SHARE
 from thinwire.core.scratch import Scratch
 from thinwire.kernels.table import (
     BANDS_PER_MATRIX,
@@ -19,37 +18,25 @@ from thinwire.kernels.table import (
     COL_ENERGY,
     FIRST_CHUNK,
     GRADIENT,
-    NUM_COLS,
     NUM_COLUMNS,
-    NUM_ROWS,
     ROW_ENERGY,
     TRITON_DTYPES,
-    WEIGHTS,
     ChunkTable,
     address,
     cut_constants,
     launching,
     load_tile,
     tile_of,
+    vectors_of,
 )
 from thinwire.wire.payload import Verdict
 
 _REFUSED: tl.constexpr = tl.constexpr(int(Verdict.REFUSED))
 _LEAST_SHARE: tl.constexpr = tl.constexpr(LEAST_SHARE)
+_LEAST_MEAN: tl.constexpr = tl.constexpr(LEAST_MEAN)
 _LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 _BANDS_AT_ONCE: tl.constexpr = tl.constexpr(32)
 _AT_ONCE: tl.constexpr = tl.constexpr(2048)
-
-
-@triton.jit
-def _matrix_of(row_ptr, local):
-    """(where the vectors of the matrix lie that a tensor's chunk ``local`` is in, the matrix, its rows, its columns)."""
-    num_rows = tl.load(row_ptr + NUM_ROWS).to(tl.int32)
-    num_cols = tl.load(row_ptr + NUM_COLS).to(tl.int32)
-    chunks_per_matrix = (tl.load(row_ptr + CHUNKS_PER_BAND) * tl.load(row_ptr + BANDS_PER_MATRIX)).to(tl.int32)
-    matrix = local // chunks_per_matrix
-    vectors_ptr = tl.load(row_ptr + WEIGHTS).to(tl.pointer_type(tl.float32)) + matrix * 2 * (num_rows + num_cols)
-    return vectors_ptr, matrix, num_rows, num_cols
 
 
 @triton.jit
@@ -75,7 +62,7 @@ def _squares_kernel(
         gradient = load_tile(gradient_ptr + first + offsets, exists, FULL)
         squares_RC += gradient * gradient
         tl.store(sums_ptr + (first_chunk + place).to(tl.int64) * BLOCK_C + side_C, tl.sum(gradient * gradient, axis=0))
-    vectors_ptr, _, num_rows, num_cols = _matrix_of(row_ptr, first_local)
+    vectors_ptr, _, num_rows, num_cols = vectors_of(row_ptr, first_local)
     bands_per_matrix = tl.load(row_ptr + BANDS_PER_MATRIX).to(tl.int32)
     row = (first_local // chunks_per_band) % bands_per_matrix * ROW_EDGE + side_R
     exists_R = (side_R < ROW_EDGE) & (row < num_rows)
@@ -98,7 +85,7 @@ def _columns_kernel(
         band = first_band + tl.arange(0, _BANDS_AT_ONCE)[:, None]
         chunk = (first_chunk + band * chunks_per_band).to(tl.int64)
         sums_BC += tl.load(sums_ptr + chunk * BLOCK_C + side_C[None, :], mask=band < bands_per_matrix, other=0.0)
-    vectors_ptr, _, num_rows, num_cols = _matrix_of(row_ptr, local)
+    vectors_ptr, _, num_rows, num_cols = vectors_of(row_ptr, local)
     col = local % chunks_per_band * COL_EDGE + side_C
     exists_C = (side_C < COL_EDGE) & (col < num_cols)
     tl.store(vectors_ptr + num_rows + col, tl.sum(sums_BC, axis=0) / num_rows, mask=exists_C)
@@ -110,7 +97,7 @@ def _side_of(rows_ptr, row_of_chunk_ptr, matrices_ptr):
     first_chunk = tl.load(matrices_ptr + tl.program_id(0))
     row_ptr = rows_ptr + tl.load(row_of_chunk_ptr + first_chunk) * NUM_COLUMNS
     local = first_chunk - tl.load(row_ptr + FIRST_CHUNK).to(tl.int32)
-    vectors_ptr, matrix, num_rows, num_cols = _matrix_of(row_ptr, local)
+    vectors_ptr, matrix, num_rows, num_cols = vectors_of(row_ptr, local)
     is_rows = tl.program_id(1) == 0
     length = tl.where(is_rows, num_rows, num_cols)
     energies = tl.where(is_rows, tl.load(row_ptr + ROW_ENERGY), tl.load(row_ptr + COL_ENERGY))
@@ -142,11 +129,12 @@ def _weights_kernel(rows_ptr, row_of_chunk_ptr, matrices_ptr, rest):
         sums += energy
     tl.debug_barrier()
     mean = tl.sum(sums) / length
+    is_much = mean > _LEAST_MEAN
     for first in range(0, length, _AT_ONCE):
         exists = first + lane < length
         energy = tl.load(energy_ptr + first + lane, mask=exists, other=1.0)
-        ratio = tl.div_rn(mean, tl.where(mean > 0, tl.maximum(energy, _LEAST_SHARE * mean), 1.0))
-        tl.store(weight_ptr + first + lane, tl.where(mean > 0, tl.sqrt_rn(ratio), 1.0), mask=exists)
+        ratio = tl.div_rn(mean, tl.where(is_much, tl.maximum(energy, _LEAST_SHARE * mean), 1.0))
+        tl.store(weight_ptr + first + lane, tl.where(is_much, tl.sqrt_rn(ratio), 1.0), mask=exists)
 
 
 @triton.jit
@@ -189,5 +177,5 @@ def undo_(table: ChunkTable, verdict: Tensor) -> None:
     assert starts is not None
     with launching(verdict.device):
         _restore_kernel[(len(starts.matrices), 2)](
-            table.rows_NT, table.row_of_chunk_C, starts.matrices, verdict, num_warps=8
+            table.rows_NT, table.row_of_chunk_C, starts.matrices, verdict, num_warps=8, enable_fp_fusion=False
         )

@@ -41,6 +41,8 @@ from thinwire.kernels.table import (
 from thinwire.kernels.values import decode_values
 from thinwire.wire.codec import ChunkCodec
 
+MOST_LATER_DIVISOR = 511
+"""Votes of so many replicas may be divided, less exactly or later, before they are rounded to 8 bits."""
 _CLEARED: tl.constexpr = tl.constexpr(1024)
 _LEAST_EXPONENT: tl.constexpr = tl.constexpr(LEAST_EXPONENT)
 _MOST_EXPONENT: tl.constexpr = tl.constexpr(MOST_EXPONENT)
@@ -117,9 +119,9 @@ def _exact_inverse(
 ):  # fmt: skip
     """`core.exact.inverse_exact_` of ``q / divisor``, with 8 bits: integers that float16 holds, and sums that float32 holds.
 
-    ``divisor`` is 1, or below 512 where ``q`` are whole numbers up to it: a quotient times 2^s, s at least 8, is then never
-    halfway between two integers nor nearer than 1 / (2 * divisor) to that, so that a product with 2^s / divisor, which is
-    32 divisions of a thread less, rounds to the same integer.
+    ``divisor`` is 1, or up to `MOST_LATER_DIVISOR` where ``q`` are whole numbers up to it: a quotient times 2^s, s at least
+    8, is then never halfway between two integers nor nearer than 1 / (2 * divisor) to that, so that a product with
+    2^s / divisor, which is 32 divisions of a thread less, rounds to the same integer.
     """
     up, down = 256.0, UNIT  # no vote is larger than 1
     if not HAS_KNOWN_SCALE:
@@ -235,13 +237,13 @@ def _decode_kernel(
                 if OVER_SENDERS:
                     divisor = tl.maximum(num_senders, 1).to(tl.float32)
                 # Products in TF32 are less exact than a quick division is; and a vote of known scale is rounded to 8 bits
-                # next, which the last bit of a quotient of numbers below 512 cannot change.
+                # next, which the last bit of a quotient of numbers up to `MOST_LATER_DIVISOR` cannot change.
                 direction = tl.div_rn(direction, divisor) if EXACT_DIVISION else direction / divisor
             if not DENSE:
                 if EXACT:
-                    left = num_replicas.to(tl.float32) if DIVIDES_LATER else 1.0
+                    later_divisor = num_replicas.to(tl.float32) if DIVIDES_LATER else 1.0
                     direction = _exact_inverse(
-                        direction, left, row_basis, col_basis, EXACT_SCALE, EXACT_DROP, EXACT_UNIT
+                        direction, later_divisor, row_basis, col_basis, EXACT_SCALE, EXACT_DROP, EXACT_UNIT
                     )  # fmt: skip
                 else:
                     direction = tl.dot(direction, col_basis, input_precision=PRECISION)
@@ -339,8 +341,11 @@ def decode_(
             EXACT_DROP=scales.drop,
             EXACT_UNIT=2.0**scales.unit,
             EXACT_SCALE=has_known_scale,
-            EXACT_DIVISION=cut.dense or (is_exact and (not has_known_scale or num_replicas >= 512)),
-            DIVIDES_LATER=is_exact and votes and decoding.combine == "mean_over_replicas" and 1 < num_replicas < 512,
+            EXACT_DIVISION=cut.dense or (is_exact and (not has_known_scale or num_replicas > MOST_LATER_DIVISOR)),
+            DIVIDES_LATER=is_exact
+            and votes
+            and decoding.combine == "mean_over_replicas"
+            and 1 < num_replicas <= MOST_LATER_DIVISOR,
             num_warps=cut.num_warps,
             num_stages=1,
             enable_fp_fusion=False,

@@ -169,19 +169,29 @@ def tile_of(row_ptr, local, rows, cols, ROW_EDGE: tl.constexpr, COL_EDGE: tl.con
 
 
 @triton.jit
-def weights_of(row_ptr, local, rows, cols, ROW_EDGE: tl.constexpr, COL_EDGE: tl.constexpr):
-    """What the elements of a tensor's chunk ``local`` are multiplied with, where gradients are balanced."""
+def vectors_of(row_ptr, local):
+    """Of the matrix in which a balanced tensor's chunk ``local`` lies: where its four vectors begin, its number, its rows
+    and its columns. The vectors lie one after the other: the weights of rows, those of columns, and both energies as they
+    were before the step."""
     num_rows = tl.load(row_ptr + NUM_ROWS).to(tl.int32)
     num_cols = tl.load(row_ptr + NUM_COLS).to(tl.int32)
+    chunks_per_matrix = (tl.load(row_ptr + CHUNKS_PER_BAND) * tl.load(row_ptr + BANDS_PER_MATRIX)).to(tl.int32)
+    matrix = local // chunks_per_matrix
+    vectors_ptr = tl.load(row_ptr + WEIGHTS).to(tl.pointer_type(tl.float32)) + matrix * 2 * (num_rows + num_cols)
+    return vectors_ptr, matrix, num_rows, num_cols
+
+
+@triton.jit
+def weights_of(row_ptr, local, rows, cols, ROW_EDGE: tl.constexpr, COL_EDGE: tl.constexpr):
+    """What the elements of a tensor's chunk ``local`` are multiplied with, where gradients are balanced."""
+    vectors_ptr, matrix, num_rows, num_cols = vectors_of(row_ptr, local)
     chunks_per_band = tl.load(row_ptr + CHUNKS_PER_BAND).to(tl.int32)
     bands_per_matrix = tl.load(row_ptr + BANDS_PER_MATRIX).to(tl.int32)
     band = local // chunks_per_band
-    matrix = band // bands_per_matrix
     col = (local - band * chunks_per_band) * COL_EDGE + cols
     row = (band - matrix * bands_per_matrix) * ROW_EDGE + rows
     exists_R = (rows < ROW_EDGE) & (row < num_rows)
     exists_C = (cols < COL_EDGE) & (col < num_cols)
-    vectors_ptr = tl.load(row_ptr + WEIGHTS).to(tl.pointer_type(tl.float32)) + matrix * 2 * (num_rows + num_cols)
     row_weights = tl.load(vectors_ptr + row, mask=exists_R, other=0.0)
     return row_weights * tl.load(vectors_ptr + num_rows + col, mask=exists_C, other=0.0)
 

@@ -10,9 +10,7 @@ from thinwire.studies.study import SIZES, Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row, Trial
 from thinwire.studies.tuning import Contender, Outcome, due, is_below, outcomes
 from thinwire.training.config import TrainConfig
-from thinwire.training.config_file import override
 from thinwire.training.methods import lr_share
-from thinwire.training.recipes import build
 
 Case = tuple[str, float]
 """A method and its weight decay."""
@@ -58,8 +56,7 @@ def shrinkage(config: TrainConfig) -> float:
 
 
 def _config(row: Row) -> TrainConfig:
-    facts = row["trial"]
-    return override(build(facts["recipe"], facts["optimizer"]), facts["settings"], "a stored row")
+    return Trial(**row["trial"]).config
 
 
 def _find(rows: Sequence[Row], results: Path) -> Finding:
