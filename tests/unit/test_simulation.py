@@ -176,8 +176,10 @@ def test_the_weather_is_as_foretold() -> None:
         Weather(absent=1.5)
 
 
-def test_what_is_no_hidden_matrix_may_have_a_rule_of_its_own() -> None:
-    simulation = simulated(configured(rest_update="adamw", rest_lr=2e-3, weight_decay=0.1), 2)
+@pytest.mark.parametrize(("rest_lr", "expected"), [(2e-3, 2e-3), (0.0, 4e-3)])
+def test_what_is_no_hidden_matrix_may_have_a_rule_of_its_own(rest_lr: float, expected: float) -> None:
+    """At a rate of its own, or a tenth of the others'."""
+    simulation = simulated(configured(rest_update="adamw", rest_lr=rest_lr, weight_decay=0.1), 2)
     groups = simulation.method.optimizer.param_groups  # type: ignore[union-attr]
     found = {name: (group["update"], group["weight_decay"]) for group in groups for name in group["param_names"]}
     assert found["model.embed_tokens.weight"] == ("adamw", 0.1)
@@ -185,7 +187,7 @@ def test_what_is_no_hidden_matrix_may_have_a_rule_of_its_own() -> None:
     assert found["model.layers.0.self_attn.q_proj.weight"] == ("muon", 0.1)
     simulation.take_step()
     rates = {group["update"]: group["lr"] for group in groups}
-    assert rates == {"muon": pytest.approx(4e-2 / 2), "adamw": pytest.approx(2e-3 / 2)}
+    assert rates == {"muon": pytest.approx(4e-2 / 2), "adamw": pytest.approx(expected / 2)}
 
 
 def test_parameters_with_a_word_in_their_name_may_have_another_topk() -> None:

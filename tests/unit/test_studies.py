@@ -16,13 +16,15 @@ import pytest
 import torch
 
 from thinwire import cli
-from thinwire.studies import questions, search
+from thinwire.options import RECOMMENDED_OPTIONS
+from thinwire.studies import questions, recipe, search
 from thinwire.studies.q4_why_k import MemoryTrial
 from thinwire.studies.questions import STUDIES
 from thinwire.studies.results import best_folder, book_of, folder_for, size_in, stored, write_summary
 from thinwire.studies.study import SIZES, Claim, Finding, Study, table
 from thinwire.studies.trials import Book, Row, Rows, Trial, run_all
 from thinwire.studies.tuning import Contender, due, is_below, outcome
+from thinwire.training import recipes
 from thinwire.training.errors import TrainingError
 
 CPU = torch.device("cpu")
@@ -36,6 +38,24 @@ def made_up(trial: Trial, chance: random.Random) -> Row:
     loss = chance.uniform(1.0, 2.0)
     row = {"trial": trial.facts, "loss": loss, "accuracy": 0.5, "curve": [[1, loss + 1], [2, loss]], "sent_bytes": 1000}
     return {**row, "parameters": 10_000, "seconds": 1.0, "step_seconds": 0.5, **trial.made_up(chance)}
+
+
+def test_recipes_that_change_leave_trials_as_they_were() -> None:
+    """A row is of what its trial says; what it says nothing of was once the same for all recipes."""
+    assert recipes.build("gpt-small", "demo").schedule.schedule == "linear"
+    for name in ("gpt-small", "quickstart"):
+        config = Trial(name, 4, "demo", {"lr": 0.1}).config
+        assert (config.schedule.schedule, config.optim.balance) == ("cosine", 0.0)
+        config = Trial(name, 4, "demo", {"schedule": "linear", "balance": 0.9}).config
+        assert (config.schedule.schedule, config.optim.balance) == ("linear", 0.9)
+
+
+def test_the_recipe_compares_what_is_recommended() -> None:
+    (trial,) = {
+        one.trial.key: one.trial for one in recipe._contenders(recipe._SHORT, []) if one.name == recipe._RECOMMENDED
+    }.values()
+    assert RECOMMENDED_OPTIONS.items() <= trial.settings.items()
+    assert trial.settings["schedule"] == recipes.build("gpt-small").schedule.schedule
 
 
 SIZES_OF = [(study, size) for study in STUDIES.values() for size in study.sizes]
@@ -310,6 +330,15 @@ def test_a_rate_is_sought_where_it_may_be_better() -> None:
     assert found.tries == 5
     other = Contender("d", replace(contender.trial, replicas=3), 1.0)
     assert outcome(other, rows) is None
+
+
+def test_with_one_rate_there_is_nothing_to_wait_for() -> None:
+    contender = Contender("c", Trial("quickstart", 2), 1.0)
+    trials = due([contender], [], "full", factors=(1.0,))
+    assert [(trial.settings["lr"], trial.settings["seed"]) for trial in trials] == [(1.0, 0), (1.0, 1), (1.0, 2)]
+    assert (
+        due([contender], [{"trial": trial.facts, "loss": 1.0} for trial in trials[:1]], "full", factors=(1.0,)) == trials[1:]
+    )
 
 
 @pytest.mark.parametrize("size", STUDIES["search"].sizes)

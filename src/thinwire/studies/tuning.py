@@ -73,7 +73,8 @@ def due(
     seeds: Sequence[int] = SEEDS,
     factors: Sequence[float] = FACTORS,
 ) -> list[Trial]:
-    """What is to be run next, knowing these rows: the first of a grid, one beyond its edge, or the other seeds."""
+    """What is to be run next, knowing these rows: the first of a grid, one beyond its edge, or the other seeds. With one
+    rate alone, all seeds at once."""
     grid = factors[:1] if size == SMALL else factors
     return [trial for contender in contenders for trial in _due(contender, rows, seeds, grid)]
 

@@ -13,6 +13,7 @@ import tyro
 from thinwire.commands import train
 from thinwire.core.errors import CheckpointError
 from thinwire.core.update_rules import UPDATE_RULES
+from thinwire.options import RECOMMENDED_LR, RECOMMENDED_OPTIONS
 from thinwire.parallel.place import Place
 from thinwire.training import config as config_module
 from thinwire.training import recipes
@@ -54,6 +55,12 @@ def test_paper_recipes_have_the_papers_figures() -> None:
         assert (schedule.schedule, schedule.warmup_steps, schedule.final_lr_share) == ("cosine", 250, 0.1)
         assert (optim.lr, optim.momentum_decay, optim.topk, optim.chunk, optim.clip) == (4e-4, 0.999, 32, 64, 1.0)
         assert 99e9 < config.schedule.steps * config.schedule.batch * config.data.sequence < 101e9
+
+
+def test_gpt_small_is_trained_as_is_recommended() -> None:
+    config = recipes.build("gpt-small")
+    assert {name: getattr(config.optim, name) for name in RECOMMENDED_OPTIONS} == RECOMMENDED_OPTIONS
+    assert (config.optim.lr, config.schedule.schedule, config.schedule.final_lr_share) == (RECOMMENDED_LR, "linear", 0.1)
 
 
 def test_yaml_and_toml_say_the_same(tmp_path: Path) -> None:
