@@ -11,6 +11,7 @@ from thinwire.core.errors import (
     TooFewReplicasError,
 )
 from thinwire.exchange.gradient_sync import disable_gradient_sync
+from thinwire.hidden import hidden_and_rest
 from thinwire.optimizer import DeMo
 
 __all__ = [
@@ -24,5 +25,6 @@ __all__ = [
     "ThinwireError",
     "TooFewReplicasError",
     "disable_gradient_sync",
+    "hidden_and_rest",
 ]
 __version__ = "0.1.0"

@@ -42,6 +42,7 @@ LAYERS = [
     "membership",
     "checkpoint",
     "optimizer",
+    "hidden",
     "redistribution",
     "planner",
     "parallel",

@@ -43,6 +43,7 @@ def made_up(trial: Trial, chance: random.Random) -> Row:
 def test_recipes_that_change_leave_trials_as_they_were() -> None:
     """A row is of what its trial says; what it says nothing of was once the same for all recipes."""
     assert recipes.build("gpt-small", "demo").schedule.schedule == "linear"
+    assert Trial("vit", 4, "demo", {"update": "muon"}).config.optim.rest_update == ""
     for name in ("gpt-small", "quickstart"):
         config = Trial(name, 4, "demo", {"lr": 0.1}).config
         assert (config.schedule.schedule, config.optim.balance) == ("cosine", 0.0)

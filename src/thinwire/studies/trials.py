@@ -35,7 +35,7 @@ from thinwire.training.wording import count
 Row = dict[str, Any]
 
 # What recipes were given later, and trials did not have: a row that does not speak of it is without.
-_SINCE: dict[str, Any] = {"balance": 0.0, "schedule": "cosine"}
+_SINCE: dict[str, Any] = {"balance": 0.0, "schedule": "cosine", "rest_update": ""}
 
 
 @dataclass(frozen=True)

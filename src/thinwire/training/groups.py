@@ -4,12 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from thinwire.hidden import Named, hidden_and_rest
 from thinwire.training.errors import TrainingError
 
 if TYPE_CHECKING:
     from thinwire.training.config import OptimConfig
-
-Named = tuple[str, nn.Parameter]
 
 
 def trained(model: nn.Module) -> list[Named]:
@@ -53,12 +52,9 @@ def with_topk_of(groups: list[dict[str, Any]], topk_of: str) -> list[dict[str, A
 
 
 def split_hidden(model: nn.Module, named: list[Named]) -> tuple[list[Named], list[Named]]:
-    """The matrices between input and output, and all else: Muon and GaLore are for the former."""
-    outer = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1:]
-    outer |= {id(module.weight) for module in last}
-    hidden = [(name, parameter) for name, parameter in named if parameter.dim() == 2 and id(parameter) not in outer]
-    inside = {id(parameter) for _, parameter in hidden}
+    """Those of ``named`` that are matrices between input and output, and all else: Muon and GaLore are for the former."""
+    inside = {id(parameter) for _, parameter in hidden_and_rest(model)[0]}
+    hidden = [(name, parameter) for name, parameter in named if id(parameter) in inside]
     return hidden, [(name, parameter) for name, parameter in named if id(parameter) not in inside]
 
 

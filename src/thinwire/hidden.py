@@ -1,0 +1,27 @@
+"""Which parameters of a model the update rule ``muon`` is for."""
+
+from torch import nn
+
+Named = tuple[str, nn.Parameter]
+
+# What has matrices that stand for something else: a row per token, or kernels.
+_OTHERS = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.ConvTranspose1d)
+
+
+def hidden_and_rest(model: nn.Module) -> tuple[list[Named], list[Named]]:
+    """The matrices between a model's input and its output, and all other parameters, each with its name.
+
+    The update rule ``muon`` is for the former; stacks of matrices, such as experts, are among them. The rest are embeddings,
+    the output layer (the last `torch.nn.Linear` of the model), convolutions and all that is no matrix: norms, biases, the
+    positions and tokens of a vision transformer. They want a rule of their own, at about a tenth of the rate:
+
+        hidden, rest = hidden_and_rest(model)
+        DeMo.recommended([{"params": hidden}, {"params": rest, "update": "adamw", "lr": 4e-3}], lr=4e-2)
+    """
+    apart = {id(module.weight) for module in model.modules() if isinstance(module, _OTHERS)}
+    apart |= {id(module.weight) for module in [one for one in model.modules() if isinstance(one, nn.Linear)][-1:]}
+    hidden, rest = list[Named](), list[Named]()
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.dim() in (2, 3) and min(parameter.shape) > 1
+        (hidden if is_matrix and id(parameter) not in apart else rest).append((name, parameter))
+    return hidden, rest
