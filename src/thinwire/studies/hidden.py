@@ -1,0 +1,140 @@
+"""hidden: is the muon rule for all parameters, or for the matrices between input and output alone?
+
+The rest (`thinwire.hidden_and_rest`) has a rule of its own then, at a tenth of the learning rate.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from thinwire.options import RECOMMENDED_OPTIONS
+from thinwire.studies.figure import Drawing, Page, dot, names_below, title
+from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, text_trial
+from thinwire.studies.study import MEDIUM, SIZES, SMALL, Claim, Finding, Study, table, verdict
+from thinwire.studies.trials import Row, Trial
+from thinwire.studies.tuning import Contender, Outcome, due, is_below, outcomes, seeds_for
+
+_LLAMA, _GPT2, _VIT = "Llama", "GPT-2", "vision transformer"
+# The second has biases and learned positions; the third patches, too, which are matrices in shape alone.
+_MODELS = {SMALL: (_GPT2,), MEDIUM: (_LLAMA, _GPT2, _VIT)}
+_ADAMW, _ONE = "AdamW", "one rule"
+_RESTS = {_ONE: "", "adamw for the rest": "adamw", "sign for the rest": "sign"}
+_BEST = "adamw for the rest"
+_TRAINED = {SMALL: (_ADAMW, _ONE, _BEST), MEDIUM: (_ADAMW, *_RESTS)}
+# Where the search for a learning rate begins, with images.
+_VIT_RATES = {_ADAMW: 2e-3, _ONE: 4e-2}
+_VIT_REST_RATE = 2e-2
+
+Case = tuple[str, str]
+"""A model and a method."""
+
+
+def _text(size: str, model: str, method: str) -> tuple[Trial, float]:
+    """DeMo as is recommended for language models, but for the momentum's decay: runs are short."""
+    shape = {"architecture": "gpt2"} if model == _GPT2 else {}
+    if method == _ADAMW:
+        return text_trial(size, "adamw", settings=shape), DENSE_RATES[size]["adamw"]
+    start = DEMO_RULES[size]["muon"]
+    balanced = {**start.settings, "balance": RECOMMENDED_OPTIONS["balance"], "schedule": "linear"}
+    return text_trial(size, settings={**shape, **balanced, **_rest(method)}), start.rate
+
+
+def _images(method: str) -> tuple[Trial, float]:
+    if method == _ADAMW:
+        return Trial("vit", 4, "adamw"), _VIT_RATES[_ADAMW]
+    settings = {**DEMO_RULES[MEDIUM]["muon"].settings, **_rest(method)}
+    return Trial("vit", 4, "demo", settings), _VIT_RATES.get(method, _VIT_REST_RATE)
+
+
+def _rest(method: str) -> dict[str, Any]:
+    return {"rest_update": _RESTS[method]} if _RESTS[method] else {}
+
+
+def _contenders(size: str) -> dict[Case, Contender]:
+    found = {}
+    for model in _MODELS[size]:
+        for method in _TRAINED[size]:
+            trial, rate = _images(method) if model == _VIT else _text(size, model, method)
+            found[model, method] = Contender(f"{model}, {method}", trial, rate)
+    return found
+
+
+def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
+    return due(list(_contenders(size).values()), rows, size, seeds_for(size))
+
+
+def _outcomes(rows: Sequence[Row]) -> dict[Case, Outcome]:
+    """Of the larger size, if it was run."""
+    for cases in (_contenders(size) for size in reversed(SIZES) if size in _MODELS):
+        if found := outcomes(list(cases.values()), rows):
+            return {case: found[one.name] for case, one in cases.items() if one.name in found}
+    return {}
+
+
+def _find(rows: Sequence[Row], results: Path) -> Finding:
+    found = _outcomes(rows)
+    lines = []
+    for (model, method), one in found.items():
+        shares = [row["accuracy"] for row in one.rows if row["accuracy"] is not None]
+        right = f"{sum(shares) / len(shares):.1%}" if shares and model == _VIT else ""
+        lines.append((model, method, one.words, right, f"{one.rate:g}", str(one.tries), str(len(one.losses))))
+    heads = ("model", "method", "loss", "right answers", "learning rate", "rates tried", "seeds")
+    words = (
+        "The rest is all but the matrices between input and output. DeMo has the muon rule, k 64, and for text balance and "
+        "a linear fall; AdamW its usual settings."
+    )
+    claims = _claims(found)
+    return Finding(f"{table(heads, lines, 2)}\n\n{words}", claims, _answer(found, claims))
+
+
+def _claims(found: dict[Case, Outcome]) -> list[Claim]:
+    claims = []
+    for model in dict.fromkeys(model for model, _ in found):
+        best = found.get((model, _BEST))
+        for other, words in ((_ONE, "one rule for all"), (_ADAMW, "AdamW")):
+            beside = found.get((model, other))
+            if best is not None and beside is not None:
+                text = f"the {model} ends below {words} with the rule {_BEST}: {best.mean:.3f} and {beside.mean:.3f}"
+                claims.append(Claim(text, is_below(best, beside)))
+    return claims
+
+
+def _answer(found: dict[Case, Outcome], claims: Sequence[Claim]) -> str:
+    if not claims:
+        return ""
+    lead = verdict(
+        [claim for claim in claims if "one rule for all" in claim.text],
+        "For hidden matrices alone: with a rule of its own for the rest every model ends lower",
+        "It depends on the model: some end lower with a rule of its own for the rest, the others as they do without",
+        "It may be for all: no model ends lower with a rule of its own for the rest",
+    )
+    parts = []
+    for model in dict.fromkeys(model for model, _ in found):
+        mine = [f"{method} {one.mean:.3f}" for (of, method), one in found.items() if of == model]
+        parts.append(f"{model}: {', '.join(mine)}")
+    return f"{lead}. Last losses. {'. '.join(parts)}."
+
+
+def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
+    found = _outcomes(rows)
+    models = list(dict.fromkeys(model for model, _ in found))
+    page = Page(max(1, len(models)), width=4.2)
+    for axes, model in zip(page.panels, models, strict=False):
+        mine = {method: one for (of, method), one in found.items() if of == model}
+        for index, one in enumerate(mine.values()):
+            for loss in one.losses:
+                dot(axes, index, loss, "", index)
+        names_below(axes, list(mine))
+        title(axes, model, "", f"validation loss (nats per {'image' if model == _VIT else 'byte'})")
+    return {"hidden.png": Drawing(page, "Last validation loss of every seed at the best learning rate, a panel per model.")}
+
+
+STUDY = Study(
+    "hidden",
+    "A rule for the rest",
+    "Is the muon rule for all parameters, or for the matrices between input and output alone?",
+    find=_find,
+    plan=_plan,
+    draw=_draw,
+    sizes=(SMALL, MEDIUM),
+)
