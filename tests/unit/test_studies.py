@@ -191,6 +191,21 @@ def test_what_several_studies_want_is_trained_once(at_once: int, tmp_path: Path)
     assert "memory" in measured
 
 
+class QuickTrial(Trial):
+    """As one that measures something of its own, and is done at once."""
+
+    def run(self, device: torch.device) -> Row:
+        return {"trial": self.facts, "loss": 1.0}
+
+
+def test_a_training_under_way_is_waited_for_though_another_row_was_quicker(tmp_path: Path) -> None:
+    slow = Trial("quickstart", 2, settings={**TINY, "steps": 60, "eval_every": 60})
+    trials = {"slow": slow, "quick": QuickTrial(**vars(slow))}
+    books = [Book(name, Rows(tmp_path / name), lambda _, trial=trial: [trial]) for name, trial in trials.items()]  # type: ignore[misc]
+    assert sorted(book.name for book, _ in run_all(books, CPU, at_once=2)) == ["quick", "slow"]
+    assert [len(Rows(tmp_path / name).rows) for name in trials] == [1, 1]
+
+
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_a_training_that_cannot_be_built_keeps_no_other_from_being_run(at_once: int, tmp_path: Path) -> None:
     good = Trial("quickstart", 2, settings={**TINY, "steps": 2, "eval_every": 2})

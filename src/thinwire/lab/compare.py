@@ -5,7 +5,6 @@ links see the same connections, model and machine. A round measures every cell o
 minutes, and so hits one round of a cell rather than all of its steps.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import os
@@ -19,7 +18,7 @@ from thinwire.lab.errors import LabError
 from thinwire.lab.methods import DENSE_STEPS, LabMethod
 from thinwire.lab.network import Network
 from thinwire.lab.rows import Cell, Key
-from thinwire.lab.verify import Row, verify
+from thinwire.lab.verify import verify
 from thinwire.lab.workers import Workers
 from thinwire.planner.link_spec import LinkSpec
 
@@ -27,7 +26,6 @@ _STEP_DEADLINE_SECONDS = 900.0
 # A first step that took this long is measured, too: cold caches and a sleeping connection are a small part of it.
 _LONG_SECONDS = 5.0
 _WARM_UP_STEPS = DENSE_STEPS + 1
-_VERIFICATIONS = 3
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ def _measure_link(
 ) -> Cell:
     """Shape, verify, let it settle, measure."""
     network.reshape([link] * blank.num_hosts)
-    verified = _verify(network)
+    verified = verify(network)
     measured: list[list[dict[str, Any]]] = [[] for _ in range(blank.num_hosts)]
     spent, is_settled = 0.0, False
     while not measured[0] or (len(measured[0]) < comparison.num_steps and spent < comparison.most_seconds):
@@ -127,11 +125,3 @@ def _measure_link(
         measured_bits=min((row.rate_bits for row in verified if row.rate_bits is not None), default=None),
         measured_round_trip=max(row.round_trip_seconds for row in verified),
     )
-
-
-def _verify(network: Network) -> list[Row]:
-    """A busy machine deserves a second look, and a third."""
-    for _ in range(_VERIFICATIONS - 1):
-        with contextlib.suppress(LabError):
-            return verify(network)
-    return verify(network)

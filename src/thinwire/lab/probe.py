@@ -32,7 +32,8 @@ _NUM_WINDOWS = 3
 
 class Rate:
     """The best rate of a growing count over any ``window_seconds``. A token bucket never lets more through than its rate,
-    but for its burst; a machine that was busy elsewhere makes a window slower, not faster."""
+    but for its burst, so a machine that was busy elsewhere makes a window slower; only where it kept back what the bucket
+    had let through is one faster."""
 
     def __init__(self, window_seconds: float, wanted: float | None) -> None:
         self._window_seconds, self._wanted = window_seconds, wanted

@@ -7,7 +7,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
@@ -279,8 +279,9 @@ def _at_once(
     with ProcessPoolExecutor(at_once, get_context("spawn"), initializer=_begin_worker) as pool:
         try:
             while True:
-                yield from _shared_rows(books)
-                known = {*failures, *(_key_of(trial) for _, trial in running.values())}
+                under_way = {_key_of(trial) for _, trial in running.values()}
+                yield from _shared_rows(books, under_way)
+                known = {*failures, *under_way}
                 waiting = ((book, one) for book in books for one in book.due if _key_of(one) not in known)
                 while len(running) < at_once and time.monotonic() < deadline and (found := next(waiting, None)) is not None:
                     book, trial = found
@@ -307,11 +308,14 @@ def _shared_row(trial: Trial, books: Sequence[Book]) -> Row | None:
     return next((row for book in books if (row := book.rows.find(trial)) is not None), None)
 
 
-def _shared_rows(books: Sequence[Book]) -> Iterator[tuple[Book, Row]]:
-    """Give every book what is due there and another has."""
+def _shared_rows(books: Sequence[Book], under_way: Container[str]) -> Iterator[tuple[Book, Row]]:
+    """Give every book what is due there and another has. What is ``under_way`` brings a row of its own, even if one that
+    measures more was quicker."""
     for book in books:
         # What a row makes due may be there, too.
-        while found := next((row for one in book.due if (row := _shared_row(one, books)) is not None), None):
+        while found := next(
+            (row for one in book.due if _key_of(one) not in under_way and (row := _shared_row(one, books))), None
+        ):
             book.rows.add(found)
             yield book, found
 

@@ -1,12 +1,17 @@
 """How a network is measured, and what counts as off."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from thinwire.lab.layout import Path
+from thinwire.lab import verify
+from thinwire.lab.layout import Layout, Path
+from thinwire.lab.network import Network
 from thinwire.lab.probe import Rate
 from thinwire.lab.verify import Row, neighbours, plan_probe
+from thinwire.planner.link_spec import parse_link
 
 GOOD = Row(2, 3, 95e6, 95.6e6, 0.0203, 0.02, 0.0)
 
@@ -42,6 +47,17 @@ def test_without_a_limit_three_windows_are_enough() -> None:
     rate = Rate(0.5, wanted=None)
     ticks = next(tick for tick in range(200) if rate.add(0.02 * tick, tick) or rate.is_even)
     assert 0.02 * ticks == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(("num_bad", "is_believed"), [(0, True), (2, True), (3, False)])
+def test_what_is_not_as_asked_for_is_measured_again(
+    num_bad: int, is_believed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter([replace(GOOD, rate_bits=104e6)] * num_bad + [GOOD])
+    monkeypatch.setattr(verify, "_measure", lambda *_: next(found))
+    network = SimpleNamespace(layout=Layout((parse_link("100mbit"),) * 4))
+    (row,) = verify.measure(cast(Network, network), pairs=[(2, 3)])
+    assert (row.problem is None) == is_believed
 
 
 @pytest.mark.parametrize(
