@@ -332,18 +332,25 @@ def test_a_rate_is_sought_where_it_may_be_better() -> None:
     """The loss falls with the learning rate: the search goes on beyond the grid, then takes the other seeds."""
     contender = Contender("c", Trial("quickstart", 2), 1.0)
     rows: list[Row] = []
-    for wanted in ([1.0, 0.5, 2.0], [4.0], [8.0]):
+    for wanted in ([1.0, 0.5, 2.0], [4.0], [8.0], [16.0], [32.0], [64.0]):
         trials = due([contender], rows, "full")
         assert [trial.settings["lr"] for trial in trials] == wanted
         rows += [{"trial": trial.facts, "loss": 1 / trial.settings["lr"]} for trial in trials]
     last = due([contender], rows, "full")
-    assert [(trial.settings["lr"], trial.settings["seed"]) for trial in last] == [(8.0, 1), (8.0, 2)]
+    assert [(trial.settings["lr"], trial.settings["seed"]) for trial in last] == [(64.0, 1), (64.0, 2)]
     rows += [{"trial": trial.facts, "loss": 0.1 * trial.settings["seed"]} for trial in last]
     found = outcome(contender, rows)
     assert found is not None
-    assert found.rate == 8.0
-    assert found.losses == [0.125, 0.1, 0.2]
-    assert found.tries == 5
+    assert found.rate == 64.0
+    assert found.losses == [1 / 64, 0.1, 0.2]
+    assert found.tries_words == "8, best at the edge"
+    inside = [row | {"loss": abs(row["trial"]["settings"]["lr"] - 1.0)} for row in rows[:3]]
+    between = outcome(contender, inside)
+    assert between is not None
+    assert between.tries_words == "3"
+    alone = outcome(contender, inside[:1])
+    assert alone is not None
+    assert alone.tries_words == "1"
     other = Contender("d", replace(contender.trial, replicas=3), 1.0)
     assert outcome(other, rows) is None
 

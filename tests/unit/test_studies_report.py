@@ -28,6 +28,7 @@ from thinwire.studies.report import (
     write_page,
 )
 from thinwire.studies.results import folders_of
+from thinwire.studies.settings import rules_in_words
 from thinwire.studies.study import Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Rows
 
@@ -276,3 +277,16 @@ def test_a_report_of_no_rows_says_so(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "empty").mkdir()
     assert cli.run(["study", "report", "q3", "--results", str(tmp_path / "empty")]) == 0
     assert "q3: there are no rows; thinwire study run q3 --size small makes them" in capsys.readouterr().out
+
+
+def test_the_settings_of_rules_are_told_where_they_are_always_the_same() -> None:
+    sign = {"update": "sign", "momentum_decay": 0.99}
+    muon = {"update": "muon", "momentum_decay": 0.98, "balance": 0.95}
+    assert rules_in_words([sign, sign, {**muon, "combine": "mean_over_replicas"}]) == (
+        "DeMo has here, with the sign rule a momentum decay of 0.99; "
+        "with the muon rule a momentum decay of 0.98 and a balance of 0.95."
+    )
+    other = {**sign, "momentum_decay": 0.999, "combine": "mean_over_senders"}
+    assert rules_in_words([other]).endswith("with the sign rule a momentum decay of 0.999, combined by `mean_over_senders`.")
+    assert rules_in_words([sign, other]) == ""
+    assert rules_in_words([{"lr": 1.0}]) == ""

@@ -66,7 +66,7 @@ def _outcomes(rows: Sequence[Row]) -> dict[Case, Outcome]:
 def _find(rows: Sequence[Row], results: Path) -> Finding:
     found = _outcomes(rows)
     lines = [
-        (f"{rule} rule", basis, one.words, f"{one.rate:g}", str(one.tries), str(len(one.losses)))
+        (f"{rule} rule", basis, one.words, f"{one.rate:g}", one.tries_words, str(len(one.losses)))
         for (rule, basis), one in found.items()
     ]
     heads = ("", "basis", "loss", "learning rate", "rates tried", "seeds")

@@ -14,6 +14,7 @@ from thinwire.studies.labels import Named
 from thinwire.studies.measured import KINDS, OURS, cells, curves, rounds
 from thinwire.studies.process_trials import ProcessTrial
 from thinwire.studies.q11_compressors import standings
+from thinwire.studies.search import ADAMW, as_searched
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, text_trial
 from thinwire.studies.study import FULL, MEDIUM, SIZES, SMALL, Claim, Finding, Study, table
 from thinwire.studies.trials import Row, Trial
@@ -27,11 +28,14 @@ _LAB: dict[str, Any] = {"steps": 400, "eval_every": 100, "eval_examples": 256}
 _TOPK = {SMALL: (16, 64), MEDIUM: (4, 16, 64, 256), FULL: (4, 16, 64, 256)}
 # With balanced gradients; the full size has none without.
 _BALANCED = {SMALL: (), MEDIUM: (16, 64, 256), FULL: ()}
-_CODECS = {SMALL: (), MEDIUM: ("int4", "float32"), FULL: ("int4", "float32")}
+_CODECS = {SMALL: (), MEDIUM: ("int4", "int8", "float32"), FULL: ("int4", "float32")}
+# The other rules, at the rates and with the decays that were best in q9.
+_OTHER_RULES = {"adamw": (2e-3, 0.99), "sgd": (1.2, 0.99), "lion": (2e-3, 0.95)}
 # The peers as in the lab, variants left out, but that 200 steps are a whole number of rounds, and 1-bit Adam
 # has time to learn its variances; and the learning rate that a search begins with. The full size reads the lab's rows.
 _PEERS: dict[str, tuple[float, dict[str, Any]]] = {
     "adamw-bf16": (2e-3, {}),
+    "adamw-fp16": (2e-3, {}),
     "published-code": (4e-3, {}),
     "powersgd": (2e-3, {"dense_steps": 2}),
     "topk": (2e-3, {}),
@@ -43,13 +47,14 @@ _PEERS: dict[str, tuple[float, dict[str, Any]]] = {
     "onebit-adam": (1e-3, {"dense_steps": 20}),
     "local-sgd": (2e-3, {"local_steps": 8}),
     "diloco": (2e-3, {"local_steps": 25}),
+    "diloco, streaming": (2e-3, {"local_steps": 20, "fragments": 4}),
     "sparseloco": (2e-3, {"local_steps": 20}),
 }
 # Steps on it are measured by benchmarks/frontier_links.py.
 LINK, LINKS = "100mbit", "frontier_links"
 _ADAMW = "adamw, averaged in full"
 # Their bytes are counted in bfloat16 by the simulator; here they are those whose time was measured.
-_AVERAGED, _FLOAT32_IN_BFLOAT16 = ("adamw", "muon", "galore"), 2
+_AVERAGED, _FLOAT32_IN_BFLOAT16 = ("adamw", "muon", "sgd", "lion", "galore"), 2
 _LOSS = "validation loss (nats per byte)"
 _WORDS = (
     "*Not beaten*: none has a lower loss without more bytes, or fewer bytes without more loss, by the means over seeds. "
@@ -70,8 +75,8 @@ def _trial(size: str, optimizer: str, settings: Mapping[str, Any]) -> Trial:
 
 def contenders(size: str) -> list[Contender]:
     """All methods and settings that are trained at a size."""
-    dense = {_ADAMW: "adamw", "muon, averaged in full": "muon"}
-    found = [Contender(name, _trial(size, one, {}), DENSE_RATES[size][one]) for name, one in dense.items()]
+    dense = ("adamw", "muon", "sgd", "lion") if size == MEDIUM else ("adamw", "muon")
+    found = [Contender(f"{one}, averaged in full", _trial(size, one, {}), DENSE_RATES[size][one]) for one in dense]
     for rule, start in DEMO_RULES[size].items():
         for topk in _TOPK[size]:
             found.append(Contender(f"{rule}, k {topk}", _trial(size, "demo", {**start.settings, "topk": topk}), start.rate))
@@ -84,10 +89,25 @@ def contenders(size: str) -> list[Contender]:
     for topk in _BALANCED[size]:
         settings = {**muon.settings, "topk": topk, "balance": RECOMMENDED_OPTIONS["balance"]}
         found.append(Contender(f"muon, k {topk}, balanced", _trial(size, "demo", settings), muon.rate))
-    if size == MEDIUM:
-        galore = Contender("galore", _trial(size, "galore", {}), 1e-2)
-        peers = {name: ProcessTrial(**vars(_trial(size, name, one))) for name, (_, one) in _PEERS.items()}
-        found += [galore, *(Contender(name, trial, _PEERS[name][0]) for name, trial in peers.items())]
+    return [*found, *_only_medium()] if size == MEDIUM else found
+
+
+def _only_medium() -> list[Contender]:
+    """The default k, what is recommended, the other rules, and the peers."""
+    sign, muon = DEMO_RULES[MEDIUM]["sign"], DEMO_RULES[MEDIUM]["muon"]
+    recommended = {**RECOMMENDED_OPTIONS, "schedule": "linear"}
+    found = [
+        Contender(f"sign, k {sign.settings['topk']}", _trial(MEDIUM, "demo", sign.settings), sign.rate),
+        Contender(f"muon, k {recommended['topk']}, recommended", _trial(MEDIUM, "demo", recommended), muon.rate),
+    ]
+    for rule, (rate, decay) in _OTHER_RULES.items():
+        settings = {"update": rule, "topk": muon.settings["topk"], "momentum_decay": decay}
+        found.append(Contender(f"{rule}, k {muon.settings['topk']}", _trial(MEDIUM, "demo", settings), rate))
+    found.append(Contender("adamw, searched", as_searched(_trial(MEDIUM, "adamw", {}), ADAMW), DENSE_RATES[MEDIUM]["adamw"]))
+    found.append(Contender("galore", _trial(MEDIUM, "galore", {}), 1e-2))
+    for name, (rate, settings) in _PEERS.items():
+        trial = _trial(MEDIUM, name.split(",")[0], settings)
+        found.append(Contender(name, ProcessTrial(**vars(trial)), rate))
     return found
 
 

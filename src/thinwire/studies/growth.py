@@ -100,7 +100,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         adamw = by_method.get(_ADAMW)
         for method, one in by_method.items():
             gap = "" if adamw is None or one is adamw else f"{one.mean - adamw.mean:+.3f}"
-            lines.append((model, method, one.words, gap, f"{one.rows[0]['sent_bytes']:,}", f"{one.rate:g}", str(one.tries)))
+            lines.append((model, method, one.words, gap, f"{one.rows[0]['sent_bytes']:,}", f"{one.rate:g}", one.tries_words))
     heads = ("parameters", "method", "loss", "beside AdamW", "bytes sent per step", "learning rate", "rates tried")
     words = "All see the same text, none of it twice. DeMo decodes in floating point here, since other bases do."
     claims = _claims(found)

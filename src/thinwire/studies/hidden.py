@@ -77,7 +77,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
     for (model, method), one in found.items():
         shares = [row["accuracy"] for row in one.rows if row["accuracy"] is not None]
         right = f"{sum(shares) / len(shares):.1%}" if shares and model == _VIT else ""
-        lines.append((model, method, one.words, right, f"{one.rate:g}", str(one.tries), str(len(one.losses))))
+        lines.append((model, method, one.words, right, f"{one.rate:g}", one.tries_words, str(len(one.losses))))
     heads = ("model", "method", "loss", "right answers", "learning rate", "rates tried", "seeds")
     words = (
         "The rest is all but the matrices between input and output. DeMo has the muon rule, k 64, and for text balance and "

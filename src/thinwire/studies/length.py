@@ -9,11 +9,11 @@ from typing import Any
 
 from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, rule, title
 from thinwire.studies.search import ADAMW, AS_SEARCHED, DEMO, SEARCHED_WORDS, as_searched, base, changed
-from thinwire.studies.study import MEDIUM, SMALL, Claim, Finding, Study, table, verdict
+from thinwire.studies.study import MEDIUM, Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row, Trial
-from thinwire.studies.tuning import Contender, Outcome, due, is_below, outcomes, seeds_for
+from thinwire.studies.tuning import Contender, Outcome, due, is_below, outcomes
 
-_STEPS = {SMALL: (60, 120), MEDIUM: (200, 500, 1250)}
+_STEPS = (200, 500, 1250)
 _AS_IT_IS = "as it is"
 # What the search found to matter most.
 _ONE_DIFFERENCE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -26,12 +26,12 @@ Found = Mapping[int, Mapping[str, Mapping[str, Outcome]]]
 """By the number of steps, the method and its settings."""
 
 
-def contenders(size: str) -> dict[tuple[int, str, str], Contender]:
+def contenders() -> dict[tuple[int, str, str], Contender]:
     """By the number of steps, the method and its settings."""
     found = {}
-    for steps in _STEPS[size]:
+    for steps in _STEPS:
         for method, (words, difference) in _ONE_DIFFERENCE.items():
-            trial, rate = base(size, method)
+            trial, rate = base(MEDIUM, method)
             trial = changed(trial, {"steps": steps, "warmup_steps": steps // 10, "eval_every": steps // 4})
             trials = (trial, changed(trial, difference), as_searched(trial, method))
             for name, one in zip((_AS_IT_IS, words, AS_SEARCHED), trials, strict=True):
@@ -40,19 +40,17 @@ def contenders(size: str) -> dict[tuple[int, str, str], Contender]:
 
 
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
-    return due(list(contenders(size).values()), rows, size, seeds_for(size))
+    return due(list(contenders().values()), rows, size)
 
 
 def _found(rows: Sequence[Row]) -> Found:
-    """Of the larger size, if it was run."""
-    for known in map(contenders, (MEDIUM, SMALL)):
-        if by_name := outcomes(list(known.values()), rows):
-            found: dict[int, dict[str, dict[str, Outcome]]] = {}
-            for (steps, method, words), one in known.items():
-                if one.name in by_name:
-                    found.setdefault(steps, {}).setdefault(method, {})[words] = by_name[one.name]
-            return found
-    return {}
+    known = contenders()
+    by_name = outcomes(list(known.values()), rows)
+    found: dict[int, dict[str, dict[str, Outcome]]] = {}
+    for (steps, method, words), one in known.items():
+        if one.name in by_name:
+            found.setdefault(steps, {}).setdefault(method, {})[words] = by_name[one.name]
+    return found
 
 
 def _whole(mine: Mapping[str, Outcome]) -> dict[str, Outcome]:
@@ -74,7 +72,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
             for words, one in mine.items():
                 gap = "" if usual is None or one is usual else f"{one.mean - usual.mean:+.3f}"
                 sent = f"{one.rows[0]['sent_bytes']:,}"
-                tried = (f"{one.rate:g}", str(one.tries), str(len(one.losses)))
+                tried = (f"{one.rate:g}", one.tries_words, str(len(one.losses)))
                 lines.append((f"{steps:,}", method, words, one.words, gap, sent, *tried))
     heads = (
         "steps",
@@ -161,5 +159,5 @@ STUDY = Study(
     find=_find,
     plan=_plan,
     draw=_draw,
-    sizes=(SMALL, MEDIUM),
+    sizes=(MEDIUM,),
 )

@@ -1,5 +1,6 @@
 """What the network lab and the step benchmark have measured, for studies that have no trainings of their own."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from thinwire.lab import rows
 from thinwire.lab.losses import Curve, best_curves, read_curves
 from thinwire.lab.rows import Cell
 from thinwire.studies.results import best_folder
+from thinwire.studies.settings import rules_in_words
 
 DEMO, DEMO_AFTER, DEMO_MUON, ADAMW, ADAMW_AFTER = "demo", "demo-after", "demo-muon", "adamw", "adamw-after"
 # Those of this project; all others are peers.
@@ -40,6 +42,11 @@ class Tuned:
     def words(self) -> str:
         """Mean and range."""
         return f"{self.loss:.3f} ({min(self.curve.ends):.3f} to {max(self.curve.ends):.3f})"
+
+
+def ours_in_words(found: Mapping[tuple[str, str], Cell]) -> str:
+    """What DeMo had in the lab, which may be older than today's defaults."""
+    return rules_in_words(cell.settings for cell in found.values() if cell.method in OURS)
 
 
 def link_words(link: str) -> str:

@@ -9,7 +9,7 @@ from thinwire.lab.rows import Cell
 from thinwire.planner.links import format_bytes
 from thinwire.studies.figure import Drawing, Page, edge, logarithmic, named_dots, title
 from thinwire.studies.labels import Named
-from thinwire.studies.measured import ADAMW, DEMO, DEMO_MUON, KINDS, NOTHING, OURS, Tuned, cells, curves
+from thinwire.studies.measured import ADAMW, DEMO, DEMO_MUON, KINDS, NOTHING, OURS, Tuned, cells, curves, ours_in_words
 from thinwire.studies.study import Claim, Finding, Study, table
 from thinwire.studies.trials import Row
 
@@ -25,8 +25,9 @@ _READING = (
     "has both a lower loss and fewer bytes.\n\n"
     "DeMo is `demo` (sign rule, k 32) and `demo-muon` (muon rule, k 64); `published-code` is another implementation of "
     "published DeMo. Part of `demo-muon`'s low loss is the muon rule's: Muon on whole gradients is not among these methods. "
-    "AdamW with half-precision averaging and streaming DiLoCo were measured on links but not trained. With more replicas, "
-    "methods that gather (DeMo, top-k, signs) receive more, and those that reduce do not."
+    "AdamW with half-precision averaging and streaming DiLoCo were measured on links but not trained here; with a smaller "
+    "model they were, in the study frontier. With more replicas, methods that gather (DeMo, top-k, signs) "
+    "receive more, and those that reduce do not."
 )
 
 
@@ -70,7 +71,8 @@ def not_beaten(all_of_them: Sequence[Standing]) -> list[str]:
 
 
 def _find(rows: Sequence[Row], results: Path) -> Finding:
-    known = standings(curves(results), cells(results))
+    measured = cells(results)
+    known = standings(curves(results), measured)
     if not known:
         return Finding(NOTHING)
     best = not_beaten(known)
@@ -90,7 +92,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
     ]
     heads = ("method", "loss", "learning rate", "rates tried", "seeds", "sent per step", "s per step", "s in all", "")
     claims = _claims({one.method: one for one in known}, best)
-    return Finding(f"{_READING}\n\n{table(heads, lines)}", claims, _answer(known, best))
+    return Finding(f"{_READING} {ours_in_words(measured)}\n\n{table(heads, lines)}", claims, _answer(known, best))
 
 
 def _answer(known: Sequence[Standing], best: Sequence[str]) -> str:

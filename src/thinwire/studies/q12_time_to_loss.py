@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from thinwire.lab.losses import Curve, seconds_to
 from thinwire.lab.table import loss_table
 from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, title
-from thinwire.studies.measured import ADAMW, NOTHING, OURS, RATES, cells, curves, link_words
+from thinwire.studies.measured import ADAMW, NOTHING, OURS, RATES, cells, curves, link_words, ours_in_words
 from thinwire.studies.study import Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row
 from thinwire.studies.whole_runs import SOURCE, whole_runs
@@ -28,8 +28,8 @@ _READING = (
 )
 _WHOLE = (
     "**Whole runs.** Two hosts trained from the first step to the loss, over the link all the time, one method after the "
-    "other on the same day. `computed` is what the tables above say, of days when the machine was faster: compare the "
-    "methods, not the columns."
+    "other on the same day. `computed` is what the tables above say, of days when the machine was faster and DeMo was "
+    "combined otherwise, which takes it other steps: compare the methods, not the columns."
 )
 
 
@@ -44,7 +44,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
     measured = cells(results)
     if not measured:
         return Finding(NOTHING)
-    parts, claims = [_READING], []
+    parts, claims = [f"{_READING} {ours_in_words(measured)}"], []
     for target in TARGETS:
         best = {name: one.curve for name, one in curves(results, target).items()}
         known = {name: curve for name, curve in best.items() if curve.steps_to(target) is not None}

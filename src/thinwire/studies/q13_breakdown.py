@@ -6,7 +6,7 @@ from pathlib import Path
 from thinwire.lab.figure import breakdown
 from thinwire.lab.rows import Cell
 from thinwire.studies.figure import Drawing, Page
-from thinwire.studies.measured import ADAMW, DEMO, NOTHING, RATES, cells, link_words
+from thinwire.studies.measured import ADAMW, DEMO, NOTHING, RATES, cells, link_words, ours_in_words
 from thinwire.studies.results import stored
 from thinwire.studies.study import Claim, Finding, Study, table
 from thinwire.studies.trials import Row
@@ -15,6 +15,8 @@ _LINKS = ("unshaped", *reversed(RATES))
 _SHOWN = (DEMO, "demo-after", "demo-muon", "published-code", ADAMW, "powersgd", "topk", "signsgd", "qsgd")
 _COLUMNS = ("forward", "backward", "encode", "exposed", "apply", "other")
 _SHAPES, _TOPK = "1b", 32
+# Measured after the others, with the update rules: the smaller shapes alone.
+_LATER, _LATER_SHAPES, _LATER_REPLICAS = "step_muon", "300m", 8
 _ADAMW_STEP, _OURS_STEP, _PUBLISHED_STEP = "AdamW fused", "thinwire triton", "published DeMo"
 _READING = (
     "Milliseconds of a step of `gpt-10m` with two hosts, a CPU core each, on the lab's links: means over steps and hosts. "
@@ -37,11 +39,12 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
     measured, steps = cells(results), stored(results, "step")
     parts, claims = [], list[Claim]()
     if measured:
-        parts += [_READING, _table(measured)]
+        parts += [f"{_READING} {ours_in_words(measured)}", _table(measured)]
         claims += _link_claims(measured)
     if steps:
         parts += [_GPU, _gpu_table(steps)]
         claims += _gpu_claims(steps)
+    claims += _later_claims(stored(results, _LATER))
     eaten = [link_words(link) for link, (saved, cost) in _gains(measured).items() if saved <= cost]
     lead = f"Only {' and '.join(eaten)}" if eaten else "No"
     return Finding("\n\n".join(parts) or NOTHING, claims, f"{lead}. {_answer(measured, steps)}" if claims else "")
@@ -125,6 +128,16 @@ def _gpu_claims(steps: Sequence[Row]) -> list[Claim]:
     return claims
 
 
+def _later_claims(steps: Sequence[Row]) -> list[Claim]:
+    """The same of the code of a later day, so that a step that has become slower does not hide behind older rows."""
+    known = {(row["contender"], row["replicas"]): row["median_ms"] for row in steps if row["shapes"] == _LATER_SHAPES}
+    mine, adamw = known.get((_OURS_STEP, _LATER_REPLICAS)), known.get((_ADAMW_STEP, None))
+    if mine is None or adamw is None:
+        return []
+    text = f"the same when it was last measured, with {_LATER_SHAPES} parameters and {_LATER_REPLICAS} payloads"
+    return [Claim(f"{text}: {mine:.1f} ms against {adamw:.1f} ms", mine <= adamw)]
+
+
 def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     measured = cells(results)
     figures = {}
@@ -143,5 +156,5 @@ STUDY = Study(
     "Where does an iteration's time go, and does the compressor eat the gain?",
     find=_find,
     draw=_draw,
-    sources=("lab", "step"),
+    sources=("lab", "step", _LATER),
 )

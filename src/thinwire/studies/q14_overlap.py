@@ -6,7 +6,7 @@ from pathlib import Path
 from thinwire.lab.rows import Cell
 from thinwire.planner.link_spec import UNSHAPED
 from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, title
-from thinwire.studies.measured import ADAMW, ADAMW_AFTER, DEMO, DEMO_AFTER, NOTHING, RATES, cells, link_words
+from thinwire.studies.measured import ADAMW, ADAMW_AFTER, DEMO, DEMO_AFTER, NOTHING, RATES, cells, link_words, ours_in_words
 from thinwire.studies.study import Claim, Finding, Study, table
 from thinwire.studies.trials import Row
 
@@ -65,7 +65,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         )
         lines.append([link, *(f"{value:.2f}" for value in values), f"{demo.parts['exposed']:.2f}"])
     heads = ("link", "DDP: after (of two days)", "DDP: overlap", "DDP: perfect (computed)", "DeMo: after", "DeMo: overlap")
-    text = f"{_READING}\n\n{table((*heads, 'hidden', 'exposed'), lines)}"
+    text = f"{_READING} {ours_in_words(measured)}\n\n{table((*heads, 'hidden', 'exposed'), lines)}"
     claims = _claims(measured, links)
     pairs = {
         link_words(link): (measured[DEMO_AFTER, link].seconds, perfect_overlap(measured[ADAMW, link]))

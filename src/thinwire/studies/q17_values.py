@@ -78,7 +78,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         (
             *(f"{update} rule", equal, values, str(_num_bits((update, equal, values)))),
             *(str(one.rows[0]["trial"]["settings"]["topk"]), f"{one.rows[0]['sent_bytes']:,}"),
-            *(one.words, f"{one.rate:g}", str(one.tries)),
+            *(one.words, f"{one.rate:g}", one.tries_words),
         )
         for (update, equal, values), one in found.items()
     ]

@@ -8,7 +8,7 @@ from thinwire.studies.figure import Drawing, Page, dot, room_for_labels, title
 from thinwire.studies.settings import DEMO_RULES, text_trial
 from thinwire.studies.study import FULL, SIZES, Claim, Finding, Study, verdict
 from thinwire.studies.trials import Row, Trial
-from thinwire.studies.tuning import Contender, Outcome, due, is_below, outcome_table, outcomes
+from thinwire.studies.tuning import Contender, Outcome, due, is_below, outcome_table, outcomes, seeds_for
 
 _KEPT = {1.0: "kept", 0.5: "halved", 0.0: "dropped"}
 
@@ -22,7 +22,7 @@ def _contenders(size: str) -> list[Contender]:
 
 
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
-    return due(_contenders(size), rows, size)
+    return due(_contenders(size), rows, size, seeds_for(size))
 
 
 def _outcomes(rows: Sequence[Row]) -> dict[str, Outcome]:

@@ -114,7 +114,7 @@ def of_rule(found: dict[str, Outcome], update: str) -> dict[int, Outcome]:
 def _find(rows: Sequence[Row], results: Path) -> Finding:
     found = _outcomes(rows)
     lines = [
-        (name, one.words, f"{one.rate:g}", str(one.tries), f"{one.rows[0]['sent_bytes']:,}", _memory(one))
+        (name, one.words, f"{one.rate:g}", one.tries_words, f"{one.rows[0]['sent_bytes']:,}", _memory(one))
         for name, one in found.items()
     ]
     head = ("method", "loss", "learning rate", "rates tried", "bytes sent per step", "residual, in gradients")

@@ -101,7 +101,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
             f"{8 * num_bytes(one) / one.rows[0]['parameters']:.3f}",
             one.words,
             f"{one.rate:g}",
-            str(one.tries),
+            one.tries_words,
         )
         for setting, one in found.items()
     ]

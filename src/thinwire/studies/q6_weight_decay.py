@@ -8,7 +8,7 @@ from thinwire.studies.figure import Drawing, Page, line, room_for_labels, title
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, text_trial
 from thinwire.studies.study import SIZES, Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row, Trial
-from thinwire.studies.tuning import Contender, Outcome, due, is_below, outcomes
+from thinwire.studies.tuning import Contender, Outcome, due, is_below, outcomes, seeds_for
 from thinwire.training.config import TrainConfig
 from thinwire.training.methods import lr_share
 
@@ -40,7 +40,7 @@ def _contenders(size: str) -> dict[Case, Contender]:
 
 
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
-    return due(list(_contenders(size).values()), rows, size)
+    return due(list(_contenders(size).values()), rows, size, seeds_for(size))
 
 
 def _outcomes(rows: Sequence[Row]) -> dict[Case, Outcome]:
@@ -63,7 +63,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
     found = _outcomes(rows)
     lines = [
         (
-            *(case[0], f"{case[1]:g}", one.words, f"{one.rate:g}", str(one.tries), str(len(one.losses))),
+            *(case[0], f"{case[1]:g}", one.words, f"{one.rate:g}", one.tries_words, str(len(one.losses))),
             f"{100 * shrinkage(_config(one.rows[0])):.1f} %",
         )
         for case, one in found.items()

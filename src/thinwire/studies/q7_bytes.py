@@ -202,13 +202,16 @@ def _answer(reading: Reading) -> str:
         local, linked = reading.local(update), reading.linked(update, _LINKS[_THIN])
         if least in local and most in local:
             words += f" With the {update} rule a step takes {_milli(local[least])} and {_milli(local[most])} ms alone"
-            words += f", {_milli(linked[least])} and {_milli(linked[most])} ms with {_SHARING} replicas over {_THIN}."
+            modelled = f"{_milli(linked[least])} and {_milli(linked[most])} ms as modelled"
+            words += f", {modelled} with {_SHARING} replicas over {_THIN}."
         losses = reading.losses.get(update, {})
         if len(losses) > 1:
             ends = [f"{losses[topk].mean:.3f} at k = {topk}" for topk in (min(losses), max(losses))]
             words += f" Its loss is {' and '.join(ends)}."
     adamw = reading.adamw_linked(_LINKS[_THIN])
-    return words + (f" AdamW with bfloat16 gradients takes {_milli(adamw)} ms over that link." if adamw is not None else "")
+    return words + (
+        f" AdamW with bfloat16 gradients takes {_milli(adamw)} ms over that link, as modelled." if adamw is not None else ""
+    )
 
 
 def _words(reading: Reading) -> str:

@@ -105,8 +105,8 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
             share, sent = accuracy(one), one.rows[0]["sent_bytes"]
             right = "" if share is None or model == LANGUAGE else f"{share:.1%}"
             times = f"{2 * one.rows[0]['parameters'] / sent:.0f}" if method in _DEMO else ""
-            lines.append((model, _word(method), one.words, right, f"{sent:,}", times, f"{one.rate:g}"))
-    head = ("model", "method", "loss", "accuracy", "sent bytes", "times fewer than bfloat16", "learning rate")
+            lines.append((model, _word(method), one.words, right, f"{sent:,}", times, f"{one.rate:g}", one.tries_words))
+    head = ("model", "method", "loss", "accuracy", "sent bytes", "times fewer than bfloat16", "learning rate", "rates tried")
     claims = [claim for model in (VIT, CNN) for claim in _claims(model, found[model])]
     return Finding(table(head, lines), claims, _answer(found, claims))
 

@@ -79,10 +79,10 @@ def _outcomes(rows: Sequence[Row]) -> dict[str, tuple[str, Outcome]]:
 def _find(rows: Sequence[Row], results: Path) -> Finding:
     found = _outcomes(rows)
     lines = [
-        (name, one.words, f"{one.rate:g}", str(len(one.losses)), f"{one.rows[0]['sent_bytes']:,}")
+        (name, one.words, f"{one.rate:g}", one.tries_words, str(len(one.losses)), f"{one.rows[0]['sent_bytes']:,}")
         for name, one in found.values()
     ]
-    head = ("update", "loss", "learning rate", "seeds", "sent bytes per step")
+    head = ("update", "loss", "learning rate", "rates tried", "seeds", "sent bytes per step")
     by_name = {name: one for name, (_, one) in found.items()}
     return Finding(table(head, lines), _claims(by_name), _answer(by_name))
 

@@ -188,7 +188,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
     for set_up, by_name in _found(rows).items():
         for name, one in by_name.items():
             fewer = f"{ratio(one.rows[0]):.0f} x" if name.startswith("DeMo") else "1 x"
-            lines.append((set_up, name, one.words, fewer, f"{one.rate:g}", str(one.tries), str(len(one.losses))))
+            lines.append((set_up, name, one.words, fewer, f"{one.rate:g}", one.tries_words, str(len(one.losses))))
         claims += _claims(set_up, by_name)
         demo, adamw = _best_known(by_name, _RECOMMENDED, _DEMO), _best_known(by_name, _SEARCHED_ADAMW, _ADAMW)
         if demo is not None and adamw is not None:
@@ -196,6 +196,11 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
                 f"Last loss, {set_up}: {_in_words(demo[1])} with {demo[0]} and {ratio(demo[1].rows[0]):.0f} times fewer "
                 f"bytes, {_in_words(adamw[1])} with {adamw[0]}."
             )
+            if _MUON in by_name:
+                above = demo[1].mean - by_name[_MUON].mean
+                sentences.append(
+                    f"Muon, averaged in full, ends at {_in_words(by_name[_MUON])}: {demo[0]} is {above:+.3f} beside it."
+                )
     heads = ("set-up", "method", "loss", "fewer bytes", "learning rate", "rates tried", "seeds")
     below = [claim for claim in claims if "ends below" in claim.text]
     lead = verdict(

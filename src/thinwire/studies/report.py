@@ -13,6 +13,7 @@ from thinwire.pages.page import document, figures, folded, section
 from thinwire.studies.charts import charts_of
 from thinwire.studies.figure import Drawing
 from thinwire.studies.results import best_folder, folders_of, rank, size_in, write_summary
+from thinwire.studies.settings import rules_in_words
 from thinwire.studies.study import FULL, MEDIUM, SMALL, Claim, Finding, Study
 from thinwire.studies.trials import Rows
 
@@ -23,6 +24,7 @@ MADE_BY = {
     "frontier_links": "python benchmarks/frontier_links.py",
     "lab_runs": "python benchmarks/lab_runs.py",
     "step": "thinwire bench step",
+    "step_muon": "thinwire bench step --updates sign muon",
     "received_bytes": "python benchmarks/received_bytes.py",
 }
 # What a reader should know of rows that are not of the full size.
@@ -61,6 +63,13 @@ class Answer:
     origins: Sequence[Origin]
     size: str | None
     """None where it has no rows of its own."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know before the answer."""
+        trials = [row["trial"] for row in Rows(self.folder).rows if "trial" in row] if self.size else []
+        rules = rules_in_words(trial["settings"] for trial in trials if trial["optimizer"] == "demo")
+        return [note for note in (CAUTIONS.get(self.size or FULL), rules) if note]
 
     @property
     def words(self) -> str:
@@ -131,7 +140,8 @@ def _facts(folder: Path) -> str:
         # What was measured in several rounds has a machine for each.
         machine = stored[-1] if isinstance(stored, list) else stored
         parts.append(machine.get("gpu") or f"CPU with {machine['cpu_count']} cores")
-        parts.append(machine["date"])
+        # Rows may have been added later; each names its commit.
+        parts.append(f"since {machine['date']}")
     return ", ".join(parts)
 
 
@@ -161,12 +171,8 @@ def _standing(one: Answer) -> str:
     return {SMALL: "small size", MEDIUM: f"medium size, {facts}"}.get(one.size or FULL, facts)
 
 
-def _cautions(one: Answer) -> list[str]:
-    return [CAUTIONS[one.size]] if one.size in CAUTIONS else []
-
-
 def _section(one: Answer, beside: Path) -> str:
-    parts = [f"## {_heading(one.study)}", f"**{one.study.question}**", *_cautions(one)]
+    parts = [f"## {_heading(one.study)}", f"**{one.study.question}**", *one.notes]
     parts.append(told(one.finding, one.words))
     for name, (_, caption) in one.drawings.items():
         parts.append(f"![{caption}]({_relative(one.folder / name, beside)})\n\n{caption}")
@@ -210,7 +216,7 @@ def _line(one: Answer) -> str:
 
 def _part(one: Answer, beside: Path) -> str:
     inner = [f'<p class="lead">{inline(one.study.question)}</p>', f'<p class="answer">{inline(one.words)}</p>']
-    inner += [f'<p class="warning">{caution}</p>' for caution in _cautions(one)]
+    inner += [f'<p class="warning">{inline(note)}</p>' for note in one.notes]
     for name, (page, caption) in one.drawings.items():
         charts = [chart.html() for chart in charts_of(page)] or [_picture(one.folder / name, caption)]
         inner += [figures(charts), f'<p class="caption">{inline(caption)}</p>']

@@ -148,7 +148,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         for what, one in sorted(mine.items(), key=lambda pair: pair[1].mean):
             beside = "" if base is None or one is base else f"{one.mean - base.mean:+.3f}, {_compared(one, base)}"
             sent = f"{one.rows[0]['sent_bytes']:,}"
-            lines.append((method, what, one.words, beside, sent, f"{one.rate:g}", str(one.tries)))
+            lines.append((method, what, one.words, beside, sent, f"{one.rate:g}", one.tries_words))
     heads = ("method", "what differs", "loss", "beside as it is", "bytes sent per step", "learning rate", "rates tried")
     words = (
         "*As it is*: as in the other studies. *Lower* and *higher*: every seed is, than every seed of the method as it is, "
@@ -202,9 +202,9 @@ def _answer(found: Mapping[str, Mapping[str, Outcome]], claims: Sequence[Claim])
     lead = "If both are searched it does" if searched.holds else "It does not, even if both are searched"
     if searched.holds:
         lead += (
-            ", and with the settings of the other studies, too"
+            ", and as it is in the other studies, too"
             if as_it_is.holds
-            else "; with the settings of the other studies it does not"
+            else "; as it is in the other studies, it ends above AdamW searched"
         )
     return f"{lead}. Last losses: {'; '.join(parts)}."
 

@@ -1,6 +1,6 @@
 """The trainings that most studies share, so that their figures can be put side by side."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +11,7 @@ from thinwire.studies.trials import Trial
 
 MANY = "many"
 """A size of model for many replicas on a GPU."""
+USUAL_COMBINE = "mean_over_replicas"
 # A byte-level GPT of 0.2 million parameters: 5 seconds for four replicas on a CPU.
 _TINY: dict[str, Any] = {
     "layers": 2,
@@ -81,6 +82,19 @@ DENSE_RATES: dict[str, dict[str, float]] = {
     MEDIUM: _TINY_RATES,
     FULL: {"adamw": 1e-3, "muon": 4e-3, "sgd": 1e-1, "lion": 3e-4},
 }
+
+
+def rules_in_words(settings: Iterable[Mapping[str, Any]]) -> str:
+    """What DeMo's update rules had in these trainings, each that always had the same; nothing if none did."""
+    found: dict[str, set[str]] = {}
+    for one in settings:
+        if "update" in one and "momentum_decay" in one:
+            words = f"a momentum decay of {one['momentum_decay']:g}"
+            words += f" and a balance of {one['balance']:g}" if one.get("balance") else ""
+            words += f", combined by `{one['combine']}`" if one.get("combine", USUAL_COMBINE) != USUAL_COMBINE else ""
+            found.setdefault(one["update"], set()).add(words)
+    parts = [f"with the {rule} rule {words.pop()}" for rule, words in found.items() if len(words) == 1]
+    return f"DeMo has here, {'; '.join(parts)}." if parts else ""
 
 
 def text_trial(

@@ -15,7 +15,7 @@ from thinwire.studies.trials import Row, Trial
 SEEDS = (0, 1, 2)
 FACTORS = (1.0, 0.5, 2.0)
 _STEP = 2.0
-_MOST_TRIES = 5
+_MOST_TRIES = 8
 
 
 def seeds_for(size: str) -> Sequence[int]:
@@ -46,11 +46,18 @@ class Outcome:
     tries: int
     num_failed: int = 0
     """Seeds whose training ended in no number."""
+    is_at_edge: bool = False
+    """Whether the best rate is the least or the largest of several: others may be better."""
 
     @property
     def mean(self) -> float:
         """Over seeds."""
         return statistics.mean(self.losses)
+
+    @property
+    def tries_words(self) -> str:
+        """How many learning rates were tried, and whether the best is at the edge."""
+        return f"{self.tries}, best at the edge" if self.is_at_edge else f"{self.tries}"
 
     @property
     def words(self) -> str:
@@ -108,7 +115,8 @@ def outcome(contender: Contender, rows: Sequence[Row]) -> Outcome | None:
     mine = [row for row in tried if row["loss"] is not None]
     mine.sort(key=lambda row: row["trial"]["settings"].get("seed", 0))
     losses = [row["loss"] for row in mine]
-    return Outcome(best, losses, mine, len(known), len(tried) - len(mine)) if mine else None
+    is_at_edge = len(known) > 1 and best in (min(known), max(known))
+    return Outcome(best, losses, mine, len(known), len(tried) - len(mine), is_at_edge) if mine else None
 
 
 def rows_of(contender: Contender, rows: Sequence[Row]) -> list[Row]:
@@ -137,5 +145,5 @@ def outcome_table(what: str, found: Mapping[str, Outcome]) -> str:
     """A line per contender: its loss, and how it was tuned."""
     return table(
         (what, "loss", "learning rate", "rates tried", "seeds"),
-        [(name, one.words, f"{one.rate:g}", str(one.tries), str(len(one.losses))) for name, one in found.items()],
+        [(name, one.words, f"{one.rate:g}", one.tries_words, str(len(one.losses))) for name, one in found.items()],
     )
