@@ -20,6 +20,7 @@ from thinwire.training.config import TrainConfig, all_fields, check
 from thinwire.training.config_file import RECIPE_KEY, as_toml, override, read_file
 from thinwire.training.errors import TrainingError
 from thinwire.training.keys import read_key
+from thinwire.training.readers import refuse_unread
 from thinwire.training.resuming import check_unchanged, saved_config
 
 # A replica that dies more often than this has something wrong with it.
@@ -123,6 +124,7 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     )
     if asked.recipe != recipe:
         raise TrainingError(f"the recipe {asked.recipe!r} must come first: thinwire train {asked.recipe} ...")
+    refuse_unread(asked.settings.optim, base.optim)
     if asked.resume is not None:
         if asked.settings.run.out != base.run.out:
             raise TrainingError(f"--resume writes to its own folder: leave --out {asked.settings.run.out} out")

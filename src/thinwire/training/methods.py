@@ -254,11 +254,12 @@ class Averaged:
 
 def averaged_optimizers(config: OptimConfig, model: nn.Module) -> list[Optimizer]:
     """What steps on averaged gradients: one optimizer, or two for different parameters."""
-    named, betas, decay = trained(model), (config.beta1, config.beta2), config.weight_decay
-    if config.optimizer in ("adamw", "adamw-bf16", "adamw-fp16", "powersgd"):
-        return [torch.optim.AdamW(decay_groups(named, decay), config.lr, betas=betas, fused=True)]
+    named, decay = trained(model), config.weight_decay
     if config.optimizer == "sgd":
         return [torch.optim.SGD(decay_groups(named, decay), config.lr, momentum=config.beta1, fused=True)]
+    betas = (config.beta1, config.beta2)
+    if config.optimizer in ("adamw", "adamw-bf16", "adamw-fp16", "powersgd"):
+        return [torch.optim.AdamW(decay_groups(named, decay), config.lr, betas=betas, fused=True)]
     if config.optimizer == "lion":
         return [_lion()(decay_groups(named, decay), lr=config.lr, betas=betas)]
     if config.optimizer == "galore":

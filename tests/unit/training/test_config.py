@@ -213,6 +213,18 @@ def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"--{setting.name.replace('_', '-')}" in text
 
 
+def test_flags_that_the_optimizer_does_not_read_are_refused() -> None:
+    with pytest.raises(
+        TrainingError, match=r"topk=16 would change nothing with optimizer=adamw.*published-code, sparseloco"
+    ):
+        train.parse(["quickstart", "--optimizer", "adamw", "--topk", "16"])
+    with pytest.raises(TrainingError, match="levels=5 would change nothing with optimizer=demo"):
+        train.parse(["quickstart", "--levels", "5"])
+    assert train.parse(["quickstart", "--optimizer", "sparseloco", "--topk", "16"]).settings.optim.topk == 16
+    with pytest.raises(ValueError, match="rest_lr=0.1 has no effect without rest_update"):
+        check(train.parse(["quickstart", "--rest-lr", "0.1"]).settings, 1)
+
+
 def test_wrong_flags_name_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         train.parse(["quickstart", "--topkk", "3"])

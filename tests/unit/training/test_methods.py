@@ -20,6 +20,7 @@ from thinwire.training.config import OptimConfig, ScheduleConfig
 from thinwire.training.errors import TrainingError
 from thinwire.training.exchanges import settle_exchange
 from thinwire.training.methods import Averaged, Decoupled, Method, build_method, lr_share
+from thinwire.training.readers import READERS
 from thinwire.training.recipes import OPTIMIZERS
 
 
@@ -57,6 +58,29 @@ def test_every_optimizer_learns_and_resumes(optimizer: str) -> None:
     other = build_method(config, copy, copy, SoloTransport())
     other.load_state_dict([deepcopy(method.state_dict())], "exact")
     assert train(method, 5, seed=9) == train(other, 5, seed=9)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_an_optimizer_reads_is_known(optimizer: str) -> None:
+    """A setting that it reads would be refused if the table did not say so, and one it does not read be taken in silence."""
+    read = set()
+
+    class Watched(OptimConfig):
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    config, model = Watched(optimizer=optimizer), net()  # type: ignore[arg-type]
+    if optimizer == "demo":
+        config = Watched(rest_update="adamw")
+    read.clear()
+    build_method(config, model, model, SoloTransport())
+    read &= READERS.keys()
+    known = {name for name, readers in READERS.items() if optimizer in readers}
+    # Of the published `check` refuses these; PowerSGD's hook is there with several replicas alone.
+    known -= {"update", "values", "combine"} if optimizer == "published" else set()
+    known -= {"rank", "dense_steps"} if optimizer == "powersgd" else set()
+    assert read == known
 
 
 def test_robust_combination_is_passed_on() -> None:
