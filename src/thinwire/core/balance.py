@@ -24,7 +24,7 @@ Energies = tuple[Tensor, Tensor]
 
 
 def is_balanced(layout: ChunkLayout) -> bool:
-    """Whether a tensor cut like this has rows and columns to balance: chunks of one row, or a matrix of one column, have not."""
+    """Whether a tensor cut like this has rows and columns to balance: no chunks of one row, and no matrix of one column."""
     return not layout.dense and len(layout.shape) > 1 and layout.row_edge > 1 and layout.num_cols > 1
 
 

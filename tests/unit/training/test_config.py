@@ -221,7 +221,7 @@ def test_flags_that_the_optimizer_does_not_read_are_refused() -> None:
     with pytest.raises(TrainingError, match="levels=5 would change nothing with optimizer=demo"):
         train.parse(["quickstart", "--levels", "5"])
     assert train.parse(["quickstart", "--optimizer", "sparseloco", "--topk", "16"]).settings.optim.topk == 16
-    with pytest.raises(ValueError, match="rest_lr=0.1 has no effect without rest_update"):
+    with pytest.raises(ValueError, match=r"rest_lr=0\.1 has no effect without rest_update"):
         check(train.parse(["quickstart", "--rest-lr", "0.1"]).settings, 1)
 
 
