@@ -8,20 +8,34 @@ Named = tuple[str, nn.Parameter]
 _OTHERS = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.ConvTranspose1d)
 
 
-def hidden_and_rest(model: nn.Module) -> tuple[list[Named], list[Named]]:
+def hidden_and_rest(model: nn.Module, output: nn.Module | None = None) -> tuple[list[Named], list[Named]]:
     """The matrices between a model's input and its output, and all other parameters, each with its name.
 
     The update rule ``muon`` is for the former; stacks of matrices, such as experts, are among them. The rest are embeddings,
-    the output layer (the last `torch.nn.Linear` of the model), convolutions and all that is no matrix: norms, biases, the
-    positions and tokens of a vision transformer. They want a rule of their own, at about a tenth of the rate:
+    the output layer, convolutions and all that is no matrix: norms, biases, the positions and tokens of a vision
+    transformer. They want a rule of their own, at about a tenth of the rate:
 
         hidden, rest = hidden_and_rest(model)
         DeMo.recommended([{"params": hidden}, {"params": rest, "update": "adamw", "lr": 4e-3}], lr=4e-2)
+
+    ``output`` is the output layer. Without it, it is what the model's ``get_output_embeddings()`` says, or else the last
+    `torch.nn.Linear` that the model defines, which is wrong where that is called earlier or the model ends without one.
     """
-    apart = {id(module.weight) for module in model.modules() if isinstance(module, _OTHERS)}
-    apart |= {id(module.weight) for module in [one for one in model.modules() if isinstance(one, nn.Linear)][-1:]}
+    if output is None:
+        output = _output_of(model)
+    outer = [module for module in model.modules() if isinstance(module, _OTHERS)]
+    apart = {id(parameter) for module in (*outer, output) if module is not None for parameter in module.parameters()}
     hidden, rest = list[Named](), list[Named]()
     for name, parameter in model.named_parameters():
         is_matrix = parameter.dim() in (2, 3) and min(parameter.shape) > 1
         (hidden if is_matrix and id(parameter) not in apart else rest).append((name, parameter))
     return hidden, rest
+
+
+def _output_of(model: nn.Module) -> nn.Module | None:
+    for module in model.modules():  # what wraps another comes first
+        says = getattr(module, "get_output_embeddings", None)
+        if says is not None and isinstance(found := says(), nn.Module):
+            return found
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return linear[-1] if linear else None

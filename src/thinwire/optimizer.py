@@ -430,6 +430,7 @@ class DeMo(Optimizer):
         options.check_group({**self.defaults, **param_group})
         if self._is_ready:
             self._check_idle()
+        planning.name_empty_groups_(self.param_groups, param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group["num_steps"] = 0

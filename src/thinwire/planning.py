@@ -191,6 +191,18 @@ def _local_tensor(
     return local
 
 
+def name_empty_groups_(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
+    """torch takes names in all groups or in none, and counts an empty one as without: let those go with the others."""
+    if isinstance(new["params"], Tensor | set):  # one parameter, or what torch refuses
+        return
+    new["params"] = list(new["params"])
+    is_named = any("param_names" in group for group in groups if group["params"])
+    is_named |= any(isinstance(parameter, tuple) for parameter in new["params"])
+    for group in (group for group in (*groups, new) if not group["params"]):
+        group.pop("param_names", None)
+        group |= {"param_names": []} if is_named else {}
+
+
 def check_members(group: Group, index: int) -> None:
     """Raise unless DeMo can train every parameter of a group that requires a gradient."""
     if len(set(map(id, group["params"]))) < len(group["params"]):

@@ -31,6 +31,36 @@ def test_matrices_between_input_and_output_are_hidden() -> None:
     assert [name for name, _ in sorted([*hidden, *rest])] == sorted(name for name, _ in model.named_parameters())
 
 
+class HeadFirst(nn.Module):
+    """As many write it: what is called last is defined first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 20)
+        self.inside = nn.Linear(8, 8)
+
+
+class Says(HeadFirst):
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def test_the_output_layer_is_the_last_unless_somebody_says_so() -> None:
+    def names(model: nn.Module, output: nn.Module | None = None) -> list[str]:
+        return [name for name, _ in hidden_and_rest(model, output)[0]]
+
+    model = HeadFirst()
+    assert names(model) == ["head.weight"]
+    assert names(model, output=model.head) == ["inside.weight"]
+    assert names(Says()) == ["inside.weight"]
+    assert names(nn.ModuleDict({"module": Says()})) == ["module.inside.weight"]
+
+
+def test_an_output_layer_whose_weight_is_computed_is_not_hidden() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.utils.parametrizations.weight_norm(nn.Linear(8, 20)))
+    assert [name for name, _ in hidden_and_rest(model)[0]] == ["0.weight"]
+
+
 def test_an_output_layer_that_is_the_embedding_is_there_once() -> None:
     model = Mixed()
     model.last.weight = model.tokens.weight
@@ -61,3 +91,21 @@ def test_both_are_groups_of_an_optimizer() -> None:
     model(torch.arange(16)).square().mean().backward()
     optimizer.step()
     assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 3)), nn.Linear(16, 3), nn.Sequential(nn.LayerNorm(16))],
+    ids=["convolutions", "output only", "norm only"],
+)
+def test_a_model_without_hidden_matrices_has_an_empty_group(model: nn.Module) -> None:
+    hidden, rest = hidden_and_rest(model)
+    assert not hidden
+    optimizer = DeMo.recommended([{"params": hidden}, {"params": rest, "update": "adamw", "lr": 4e-3}], lr=4e-2)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    before = [parameter.clone() for parameter in model.parameters()]
+    optimizer.step()
+    assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups[0]["params"] == []

@@ -124,7 +124,7 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     )
     if asked.recipe != recipe:
         raise TrainingError(f"the recipe {asked.recipe!r} must come first: thinwire train {asked.recipe} ...")
-    refuse_unread(asked.settings.optim, base.optim)
+    refuse_unread(asked.settings.optim, rest)
     if asked.resume is not None:
         if asked.settings.run.out != base.run.out:
             raise TrainingError(f"--resume writes to its own folder: leave --out {asked.settings.run.out} out")

@@ -341,8 +341,6 @@ def check(config: TrainConfig, num_replicas: int) -> None:
             raise ValueError(f"{name} is an option of optimizer=demo, not of {config.optim.optimizer}")
     if config.optim.on_nonfinite != "raise" and config.optim.optimizer != "demo":
         raise ValueError(f"on_nonfinite is an option of optimizer=demo, not of {config.optim.optimizer}")
-    if config.optim.rest_lr and not config.optim.rest_update:
-        raise ValueError(f"rest_lr={config.optim.rest_lr:g} has no effect without rest_update; add --rest-update adamw")
     parse_topk_of(config.optim.topk_of)
     if config.optim.clip_to_median and config.optim.combine == "majority_vote":
         raise ValueError("clip_to_median has no effect with combine=majority_vote, where sizes do not count")

@@ -22,7 +22,7 @@ from thinwire.planner.links import Link, format_bandwidth, format_bytes, format_
 from thinwire.planner.owners import Sizes, both_exchanges, sizes_of
 from thinwire.training.config import DECOUPLED_OPTIMIZERS, PEERS, OptimConfig, TrainConfig
 from thinwire.training.exchanges import settle_exchange
-from thinwire.training.groups import split_for_muon, split_hidden, trained
+from thinwire.training.groups import split_for_muon, split_matrices
 from thinwire.training.methods import Decoupled
 from thinwire.training.models import num_parameters
 from thinwire.training.peer_costs import power_sgd_exchange, rehearse
@@ -118,7 +118,7 @@ def _exchange_bytes(optimizer: DeMo, num_replicas: int) -> dict[str, int]:
 
 def _galore_bytes(config: OptimConfig, model: nn.Module) -> int:
     """Two moments of what is projected, and the projection; the rest as AdamW has it."""
-    hidden, rest = split_hidden(model, trained(model))
+    hidden, rest = split_matrices(model)
     projected = ((min(p.shape), max(p.shape)) for _, p in hidden)
     num_elements = sum(min(config.rank, short) * (short + 2 * long) for short, long in projected)
     return 4 * (num_elements + 2 * sum(p.numel() for _, p in rest))

@@ -52,15 +52,22 @@ def with_topk_of(groups: list[dict[str, Any]], topk_of: str) -> list[dict[str, A
 
 
 def split_hidden(model: nn.Module, named: list[Named]) -> tuple[list[Named], list[Named]]:
-    """Those of ``named`` that are matrices between input and output, and all else: Muon and GaLore are for the former."""
+    """Those of ``named`` that are matrices between input and output, or stacks of these, and all else."""
     inside = {id(parameter) for _, parameter in hidden_and_rest(model)[0]}
     hidden = [(name, parameter) for name, parameter in named if id(parameter) in inside]
     return hidden, [(name, parameter) for name, parameter in named if id(parameter) not in inside]
 
 
+def split_matrices(model: nn.Module) -> tuple[list[Named], list[Named]]:
+    """What torch's Muon and GaLore train, hidden matrices but no stacks of them, and all else that is trained."""
+    hidden, rest = split_hidden(model, trained(model))
+    stacks = [(name, parameter) for name, parameter in hidden if parameter.dim() > 2]
+    return [(name, parameter) for name, parameter in hidden if parameter.dim() == 2], [*stacks, *rest]
+
+
 def split_for_muon(model: nn.Module) -> tuple[list[Named], list[Named]]:
     """What Muon trains, which must be something, and what AdamW trains beside it."""
-    hidden, rest = split_hidden(model, trained(model))
+    hidden, rest = split_matrices(model)
     if not hidden:
         raise TrainingError(
             "optimizer=muon has nothing to do: this model has no hidden matrices (convolutions do not count)"

@@ -22,7 +22,7 @@ from thinwire.training.config import DECOUPLED_OPTIMIZERS, PEERS, OptimConfig, S
 from thinwire.training.errors import TrainingError
 from thinwire.training.exchanges import settle_exchange
 from thinwire.training.galore import galore
-from thinwire.training.groups import decay_groups, decoupled_groups, split_for_muon, split_hidden, trained
+from thinwire.training.groups import decay_groups, decoupled_groups, split_for_muon, split_matrices, trained
 from thinwire.training.settings import clip_, own_settings, parameters_of, set_lrs
 
 
@@ -263,7 +263,7 @@ def averaged_optimizers(config: OptimConfig, model: nn.Module) -> list[Optimizer
     if config.optimizer == "lion":
         return [_lion()(decay_groups(named, decay), lr=config.lr, betas=betas)]
     if config.optimizer == "galore":
-        hidden, rest = split_hidden(model, named)
+        hidden, rest = split_matrices(model)
         return [galore(hidden, decay_groups(rest, decay), config.rank, decay, lr=config.lr, betas=betas)]
     hidden, rest = split_for_muon(model)
     # With steps of AdamW's size, one learning rate serves the hidden matrices and the rest.

@@ -1,6 +1,6 @@
 """Which optimizers read a setting, so that one that would do nothing is refused instead of dropped in silence."""
 
-from dataclasses import fields
+from collections.abc import Iterable
 
 from thinwire.training.config import DECOUPLED_OPTIMIZERS, OptimConfig
 from thinwire.training.errors import TrainingError
@@ -28,12 +28,17 @@ READERS: dict[str, tuple[str, ...]] = {
 """Of what is not here, all read it, or `check` refuses it where it has no meaning."""
 
 
-def refuse_unread(asked: OptimConfig, default: OptimConfig) -> None:
-    """An error if a setting that was asked for, unlike the recipe's, would change nothing."""
-    for name in (field.name for field in fields(OptimConfig)):
-        readers, value = READERS.get(name), getattr(asked, name)
-        if readers is not None and value != getattr(default, name) and asked.optimizer not in readers:
+def refuse_unread(asked: OptimConfig, arguments: Iterable[str]) -> None:
+    """An error if a flag among these arguments would change nothing. What a file says is let be: that of a run has every
+    setting there is."""
+    flags = (argument.partition("=")[0] for argument in arguments if argument.startswith("--"))
+    given = {flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags}
+    for name, readers in READERS.items():
+        if name in given and asked.optimizer not in readers:
+            instead = f"use --optimizer {readers[0]}" if len(readers) == 1 else f"use one of {', '.join(readers)}"
             raise TrainingError(
-                f"{name}={value} would change nothing with optimizer={asked.optimizer}: leave it out, or take one of "
-                f"{', '.join(readers)}"
+                f"--{name.replace('_', '-')} would change nothing with optimizer={asked.optimizer}: leave it out, "
+                f"or {instead}"
             )
+    if "rest_lr" in given and not asked.rest_update:
+        raise TrainingError("--rest-lr would change nothing without --rest-update: leave it out, or add --rest-update adamw")

@@ -214,15 +214,17 @@ def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_flags_that_the_optimizer_does_not_read_are_refused() -> None:
-    with pytest.raises(
-        TrainingError, match=r"topk=16 would change nothing with optimizer=adamw.*published-code, sparseloco"
-    ):
+    with pytest.raises(TrainingError, match=r"--topk would change nothing with optimizer=adamw.*published-code, sparseloco"):
         train.parse(["quickstart", "--optimizer", "adamw", "--topk", "16"])
-    with pytest.raises(TrainingError, match="levels=5 would change nothing with optimizer=demo"):
+    with pytest.raises(TrainingError, match="--topk would change nothing"):
+        train.parse(["quickstart", "--optimizer", "adamw", "--topk=64"])  # as the recipe has it
+    with pytest.raises(TrainingError, match=r"--exact-decode would change nothing .* or use --optimizer demo"):
+        train.parse(["quickstart", "--optimizer", "adamw", "--no-exact-decode"])
+    with pytest.raises(TrainingError, match="--levels would change nothing with optimizer=demo"):
         train.parse(["quickstart", "--levels", "5"])
     assert train.parse(["quickstart", "--optimizer", "sparseloco", "--topk", "16"]).settings.optim.topk == 16
-    with pytest.raises(ValueError, match=r"rest_lr=0\.1 has no effect without rest_update"):
-        check(train.parse(["quickstart", "--rest-lr", "0.1"]).settings, 1)
+    with pytest.raises(TrainingError, match="--rest-lr would change nothing without --rest-update"):
+        train.parse(["quickstart", "--rest-lr", "0.1"])
 
 
 def test_wrong_flags_name_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,6 +266,11 @@ def test_a_run_from_before_a_setting_can_be_resumed_and_shown(tmp_path: Path) ->
         (tmp_path / "config.toml").write_text("\n".join(kept))
         default = {setting.name: getattr(getattr(TrainConfig(), section), setting.name)}
         assert saved_config(tmp_path) == replace(config, **{section: replace(getattr(config, section), **default)})
+    # The default of this one has changed; nothing had read it.
+    older = [line.replace("rest_lr = 0.0", "rest_lr = 0.001") for line in lines]
+    assert older != lines
+    (tmp_path / "config.toml").write_text("\n".join(older))
+    check(train.parse(["--resume", str(tmp_path), "--steps", "900"]).settings, 2)
     (tmp_path / "config.toml").write_text("\n".join([*lines, "topkk = 3"]))
     with pytest.raises(TrainingError, match="no setting 'topkk'; did you mean 'topk'"):
         saved_config(tmp_path)

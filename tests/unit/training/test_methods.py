@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.core.errors import NonFiniteGradientError
 from thinwire.exchange.loopback import run_replicas
@@ -203,6 +203,36 @@ def test_muon_takes_the_hidden_matrices_only() -> None:
     muon, adamw = method._optimizers
     assert [p is model[1].weight for group in muon.param_groups for p in group["params"]] == [True]
     assert sum(len(group["params"]) for group in adamw.param_groups) == 6
+
+
+class Experts(nn.Module):
+    """A stack of matrices, as mixtures of experts have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.inside, self.last = nn.Embedding(20, 16), nn.Linear(16, 16), nn.Linear(16, 20)
+        self.experts = nn.Parameter(torch.randn(3, 16, 16) / 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = torch.einsum("bi,eij->bj", self.inside(self.tokens(tokens)), self.experts)
+        return self.last(hidden)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [OptimConfig(optimizer=one) for one in ("muon", "galore")]
+    + [  # type: ignore[arg-type]
+        OptimConfig(update="muon", rest_update="adamw", chunk=16)
+    ],
+    ids=["muon", "galore", "demo"],
+)
+def test_experts_in_a_stack_are_trained(config: OptimConfig) -> None:
+    if config.optimizer == "galore":
+        pytest.importorskip("galore_torch")
+    model = Experts()
+    method, before = build_method(config, model, model, SoloTransport()), model.experts.detach().clone()
+    train(method, 2)
+    assert not torch.equal(before, model.experts)
 
 
 def test_muon_without_matrices_is_refused() -> None:
