@@ -7,6 +7,7 @@ from typing import cast
 import pytest
 
 from thinwire.lab import verify
+from thinwire.lab.errors import LabError
 from thinwire.lab.layout import Layout, Path
 from thinwire.lab.network import Network
 from thinwire.lab.probe import Rate
@@ -58,6 +59,25 @@ def test_what_is_not_as_asked_for_is_measured_again(
     network = SimpleNamespace(layout=Layout((parse_link("100mbit"),) * 4))
     (row,) = verify.measure(cast(Network, network), pairs=[(2, 3)])
     assert (row.problem is None) == is_believed
+
+
+@pytest.mark.parametrize("num_failed", [2, 3])
+def test_a_measurement_that_fails_is_made_again(num_failed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Row | LabError] = [*[LabError("it took too long")] * num_failed, GOOD]
+
+    def measured(*_: object) -> Row:
+        one = found.pop(0)
+        if isinstance(one, LabError):
+            raise one
+        return one
+
+    monkeypatch.setattr(verify, "_measure", measured)
+    network = cast(Network, SimpleNamespace(layout=Layout((parse_link("100mbit"),) * 4)))
+    if num_failed < 3:
+        assert list(verify.measure(network, pairs=[(2, 3)])) == [GOOD]
+    else:
+        with pytest.raises(LabError, match="it took too long"):
+            list(verify.measure(network, pairs=[(2, 3)]))
 
 
 @pytest.mark.parametrize(
