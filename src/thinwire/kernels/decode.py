@@ -342,10 +342,7 @@ def decode_(
             EXACT_UNIT=2.0**scales.unit,
             EXACT_SCALE=has_known_scale,
             EXACT_DIVISION=cut.dense or (is_exact and (not has_known_scale or num_replicas > MOST_LATER_DIVISOR)),
-            DIVIDES_LATER=is_exact
-            and votes
-            and decoding.combine == "mean_over_replicas"
-            and 1 < num_replicas <= MOST_LATER_DIVISOR,
+            DIVIDES_LATER=is_exact and votes and not has_known_scale and num_replicas <= MOST_LATER_DIVISOR,
             num_warps=cut.num_warps,
             num_stages=1,
             enable_fp_fusion=False,
