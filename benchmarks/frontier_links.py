@@ -15,7 +15,7 @@ from thinwire.lab import support
 from thinwire.lab.compare import Comparison, run
 from thinwire.lab.methods import LabMethod
 from thinwire.planner.link_spec import parse_link
-from thinwire.studies.frontier import LINK, contenders
+from thinwire.studies.frontier import LINK, contenders, timed_as
 from thinwire.studies.study import MEDIUM, SIZES
 
 
@@ -30,8 +30,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     if not (options.out / "environment.json").exists():
         (options.out / "environment.json").write_text(json.dumps(environment(), indent=1) + "\n")
-    known = contenders(options.size)
-    methods = {one.name: LabMethod(one.trial.optimizer, {**one.trial.settings, "lr": one.rate}) for one in known}
+    known = [one for one in contenders(options.size) if timed_as(one.name) == one.name]
+    methods = {one.name: LabMethod(one.trial.optimizer, {**one.trial.all_settings, "lr": one.rate}) for one in known}
     recipes = {one.trial.recipe for one in known}
     assert len(recipes) == 1, "a comparison has one recipe"
     comparison = Comparison(recipes.pop(), methods, (2,), (parse_link(LINK),), options.steps, num_rounds=options.rounds)

@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = override(build(options.recipe), {"update": "sign", "topk": 32, "lr": 1e-4}, "simulator_speed")
+    config = override(build(options.recipe), {"update": "sign", "topk": 32, "lr": 1e-4, "balance": 0.0}, "simulator_speed")
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     contenders: dict[str, Callable[[], None]] = {
         "simulator, looped": Simulation(config, options.replicas, device, batched=False).take_step,

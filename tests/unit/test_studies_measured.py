@@ -18,6 +18,7 @@ from thinwire import cli
 from thinwire.commands import study as study_command
 from thinwire.commands.train import parse
 from thinwire.lab.losses import Curve
+from thinwire.lab.methods import LabMethod
 from thinwire.lab.rows import Cell
 from thinwire.pages.styles import COLOURS, DASHES, MARKS
 from thinwire.studies import (
@@ -33,6 +34,8 @@ from thinwire.studies import (
 from thinwire.studies.labels import Named, label_ends, label_points
 from thinwire.studies.measured import Tuned, cells, curves
 from thinwire.studies.questions import STUDIES
+from thinwire.studies.study import MEDIUM
+from thinwire.studies.tuning import Contender
 from thinwire.training.recipes import RECIPES
 
 ROOT = Path(__file__).parents[2]
@@ -269,3 +272,16 @@ def test_a_study_without_trainings_is_reported_by_run(tmp_path: Path, capsys: py
     assert "holds: every colour" in capsys.readouterr().out
     assert (tmp_path / "q19" / "styles.png").exists()
     assert curves(tmp_path) == {}
+
+
+@pytest.mark.parametrize("one", frontier.contenders(MEDIUM), ids=lambda one: one.name)
+def test_the_frontier_measures_the_steps_of_what_it_trains(one: Contender) -> None:
+    """Recipes are given more as time goes by; trainings have what recipes were when they were first written down."""
+    trial = one.at(one.rate, 0)
+    method = LabMethod(trial.optimizer, trial.all_settings)
+    assert method.train_config(trial.recipe).optim == trial.config.optim
+    cell = a_cell(one.name, frontier.LINK, 1.0, 0.1)
+    settings = asdict(method.lab_config(trial.recipe, 2, 1).optim)
+    assert frontier.is_of(replace(cell, settings=settings), trial.facts)
+    other = {**settings, "balance": 0.9, "bucket_mb": 7.0}
+    assert trial.optimizer != "demo" or not frontier.is_of(replace(cell, settings=other), trial.facts)

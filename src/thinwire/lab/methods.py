@@ -55,7 +55,7 @@ class LabMethod:
 
 
 _EARLY = {"overlap": True, "clip": 0.0}
-_SIGN = {"update": "sign", "topk": 32, "momentum_decay": 0.999, "lr": 1e-3}
+_SIGN = {"update": "sign", "topk": 32, "momentum_decay": 0.999, "lr": 1e-3, "balance": 0.0, "rest_update": ""}
 _ALL_IN_ONE = 1e5  # megabytes
 # The learning rates are the best of those tried: results/lab_losses. Those of demo-owner and adamw-after are
 # demo's and adamw's.

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,9 +50,25 @@ _PEERS: dict[str, tuple[float, dict[str, Any]]] = {
     "diloco, streaming": (2e-3, {"local_steps": 20, "fragments": 4}),
     "sparseloco": (2e-3, {"local_steps": 20}),
 }
+# These step with AdamW's update, so they are trained with what was found for AdamW, too; no byte and no time differs.
+_SEARCHED = ", searched"
+_LIKE_ADAMW = (
+    "galore",
+    "adamw-bf16",
+    "powersgd",
+    "topk",
+    "randomk",
+    "qsgd",
+    "onebit-adam",
+    "local-sgd",
+    "diloco",
+    "sparseloco",
+)
 # Steps on it are measured by benchmarks/frontier_links.py.
 LINK, LINKS = "100mbit", "frontier_links"
 _ADAMW = "adamw, averaged in full"
+# What may differ between a training and its steps on the link: rates, betas, and how often what happens happens.
+_NOT_OF_A_STEP = {"lr", "beta1", "beta2", "dense_steps", "local_steps"}
 # Their bytes are counted in bfloat16 by the simulator; here they are those whose time was measured.
 _AVERAGED, _FLOAT32_IN_BFLOAT16 = ("adamw", "muon", "sgd", "lion", "galore"), 2
 _LOSS = "validation loss (nats per byte)"
@@ -103,12 +119,21 @@ def _only_medium() -> list[Contender]:
     for rule, (rate, decay) in _OTHER_RULES.items():
         settings = {"update": rule, "topk": muon.settings["topk"], "momentum_decay": decay}
         found.append(Contender(f"{rule}, k {muon.settings['topk']}", _trial(MEDIUM, "demo", settings), rate))
-    found.append(Contender("adamw, searched", as_searched(_trial(MEDIUM, "adamw", {}), ADAMW), DENSE_RATES[MEDIUM]["adamw"]))
+    found.append(
+        Contender(f"adamw{_SEARCHED}", as_searched(_trial(MEDIUM, "adamw", {}), ADAMW), DENSE_RATES[MEDIUM]["adamw"])
+    )
     found.append(Contender("galore", _trial(MEDIUM, "galore", {}), 1e-2))
     for name, (rate, settings) in _PEERS.items():
         trial = _trial(MEDIUM, name.split(",")[0], settings)
         found.append(Contender(name, ProcessTrial(**vars(trial)), rate))
-    return found
+    like_adamw = [one for one in found if one.name in _LIKE_ADAMW]
+    return found + [replace(one, name=one.name + _SEARCHED, trial=as_searched(one.trial, ADAMW)) for one in like_adamw]
+
+
+def timed_as(name: str) -> str:
+    """Whose steps are measured for it on the link."""
+    peer = name.removesuffix(_SEARCHED)
+    return peer if peer in _LIKE_ADAMW else name
 
 
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
@@ -163,14 +188,20 @@ def _points(rows: Sequence[Row], results: Path) -> list[Point]:
 def _point(name: str, one: Outcome, measured: Mapping[tuple[str, str], Cell]) -> Point:
     row = one.rows[0]
     trial, num_steps = row["trial"], row["curve"][-1][0]
-    cell, dense = measured.get((name, LINK)), measured.get((_ADAMW, LINK))
+    cell, dense = measured.get((timed_as(name), LINK)), measured.get((_ADAMW, LINK))
     seconds = None
-    if cell is not None and dense is not None:
+    if cell is not None and dense is not None and is_of(cell, trial):
         # Some begin with whole gradients, which the lab does not measure with them.
         num_dense = trial["settings"].get("dense_steps", 0)
         seconds = num_dense * dense.seconds + (num_steps - num_dense) * cell.seconds
     sent = row["sent_bytes"] * (_FLOAT32_IN_BFLOAT16 if trial["optimizer"] in _AVERAGED else 1)
     return Point(name, one.mean, float(sent), seconds, trial["optimizer"] == "demo", one.words)
+
+
+def is_of(cell: Cell, trial: Mapping[str, Any]) -> bool:
+    """Whether the steps that were measured are those of this training, whatever recipes have become in between."""
+    trained = Trial(trial["recipe"], trial["replicas"], trial["optimizer"], trial["settings"]).all_settings
+    return all(cell.settings[name] == trained[name] for name in cell.settings.keys() & trained.keys() - _NOT_OF_A_STEP)
 
 
 def _find(rows: Sequence[Row], results: Path) -> Finding:

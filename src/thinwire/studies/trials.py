@@ -69,10 +69,14 @@ class Trial:
         return json.dumps(self.facts, sort_keys=True)
 
     @property
+    def all_settings(self) -> dict[str, Any]:
+        """Those that differ from what its recipe was when trials were first written down."""
+        return {**_SINCE, **self.settings}
+
+    @property
     def config(self) -> TrainConfig:
         """What is trained."""
-        settings = {**_SINCE, **self.settings}
-        return override(build(self.recipe, self.optimizer), settings, f"a trial of {self.recipe}")
+        return override(build(self.recipe, self.optimizer), self.all_settings, f"a trial of {self.recipe}")
 
     def build(self, device: torch.device) -> Simulation:
         """The training, before its first step."""
