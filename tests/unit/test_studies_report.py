@@ -28,8 +28,10 @@ from thinwire.studies.report import (
     write_page,
 )
 from thinwire.studies.results import folders_of
-from thinwire.studies.settings import rules_in_words
-from thinwire.studies.study import Claim, Finding, Study, table, verdict
+from thinwire.studies.search import ADAMW, as_searched
+from thinwire.studies.settings import rules_in_words, text_trial
+from thinwire.studies.setup_words import setup_in_words
+from thinwire.studies.study import MEDIUM, Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Rows
 
 ROOT = Path(__file__).parents[2]
@@ -279,7 +281,7 @@ def test_a_report_of_no_rows_says_so(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "q3: there are no rows; thinwire study run q3 --size small makes them" in capsys.readouterr().out
 
 
-def test_the_settings_of_rules_are_told_where_they_are_always_the_same() -> None:
+def test_the_settings_of_rules_are_told() -> None:
     sign = {"update": "sign", "momentum_decay": 0.99}
     muon = {"update": "muon", "momentum_decay": 0.98, "balance": 0.95}
     assert rules_in_words([sign, sign, {**muon, "combine": "mean_over_replicas"}]) == (
@@ -288,5 +290,28 @@ def test_the_settings_of_rules_are_told_where_they_are_always_the_same() -> None
     )
     other = {**sign, "momentum_decay": 0.999, "combine": "mean_over_senders"}
     assert rules_in_words([other]).endswith("with the sign rule a momentum decay of 0.999, combined by `mean_over_senders`.")
-    assert rules_in_words([sign, other]) == ""
+    assert rules_in_words([sign, other]).endswith(
+        "with the sign rule a momentum decay of 0.99 or 0.999, combined by `mean_over_replicas` or `mean_over_senders`."
+    )
+    assert rules_in_words([muon, {**muon, "balance": 0.0}]).endswith("a momentum decay of 0.98 and a balance of 0 or 0.95.")
+    assert rules_in_words([sign, {**sign, "update": "lion"}]) == (
+        "DeMo has here, with the sign or lion rule a momentum decay of 0.99."
+    )
     assert rules_in_words([{"lr": 1.0}]) == ""
+
+
+def test_what_was_trained_is_told() -> None:
+    usual = text_trial(MEDIUM, "adamw", settings={"lr": 1.0})
+    rows = [
+        {"trial": usual.facts, "parameters": 209_376},
+        {"trial": {**usual.facts, "replicas": 8}, "parameters": 3_300_000},
+    ]
+    config = usual.config
+    first, adamw = setup_in_words(rows)
+    assert first == f"Trained here: 0.21 M to 3.3 M parameters, {config.schedule.steps} steps, 4 to 8 replicas, `stdlib`."
+    assert adamw.startswith(f"AdamW has its usual betas, {config.optim.beta1:g} and {config.optim.beta2:g},")
+    searched = as_searched(usual, ADAMW)
+    assert len(setup_in_words([*rows, {"trial": searched.facts, "parameters": 1}])) == 1
+    assert setup_in_words([{"method": "a benchmark's"}]) == []
+    (demo,) = setup_in_words([{"trial": text_trial(MEDIUM).facts, "parameters": 1_000_000}])
+    assert demo == "Trained here: 1 M parameters, 200 steps, 4 replicas, `stdlib`."

@@ -18,6 +18,7 @@ _ALL_REDUCE = (
     "adamw",
     "adamw-after",
     "adamw-bf16",
+    "adamw-bf16-after",
     "adamw-fp16",
     "powersgd",
     "galore",

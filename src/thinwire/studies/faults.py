@@ -7,14 +7,15 @@ from typing import NamedTuple
 
 from thinwire.studies.figure import Drawing, Page, line, room_for_labels, rule, title
 from thinwire.studies.settings import DEMO_RULES, text_trial
-from thinwire.studies.study import SIZES, Claim, Finding, Study, table, verdict
+from thinwire.studies.study import SIZES, SMALL, Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row, Trial
-from thinwire.studies.tuning import Contender, Outcome, outcomes, seeds_for
+from thinwire.studies.tuning import Contender, Outcome, due, outcome, seeds_for
 
 _SHARES = (0.1, 0.3, 0.5)
 _ABSENT, _LOST = "absent", "lost"
 _WORDS = {_ABSENT: "a replica is late and left out", _LOST: "a payload is lost and taken back"}
 _LATE = "updates come one step late"
+_LATE_TUNED = f"{_LATE}, at a learning rate of their own"
 # Nats per byte that count as little.
 _SMALL_LOSS = 0.02
 
@@ -34,6 +35,7 @@ def _cases(size: str) -> list[Case]:
         calm = text_trial(size, settings=start.settings)
         late = text_trial(size, settings={**start.settings, "delay": 1})
         trials = {("", 0.0): calm, (_LATE, 0.0): late}
+        trials |= {(_LATE_TUNED, 0.0): late} if size != SMALL else {}
         trials |= {(_ABSENT, share): replace(calm, absent=share) for share in _SHARES}
         trials |= {(_LOST, share): replace(calm, lost=share) for share in _SHARES}
         for (kind, share), trial in trials.items():
@@ -42,18 +44,24 @@ def _cases(size: str) -> list[Case]:
 
 
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
-    """All at one learning rate: the point is that nothing is changed."""
-    return [case.contender.at(case.contender.rate, seed) for case in _cases(size) for seed in seeds_for(size)]
+    """All at one learning rate: the point is that nothing is changed. Of what comes late, also what another rate gives."""
+    usual = [case.contender.at(case.contender.rate, seed) for case in _cases(size) for seed in seeds_for(size)]
+    tuned = [case.contender for case in _cases(size) if case.kind == _LATE_TUNED]
+    return usual + due(tuned, rows, size, seeds_for(size))
 
 
 def _outcomes(rows: Sequence[Row]) -> dict[tuple[str, str, float], Outcome]:
     """By rule, kind and share; of the larger size, if it was run."""
     for cases in map(_cases, reversed(SIZES)):
-        if found := outcomes([case.contender for case in cases], rows):
-            return {
-                (one.rule, one.kind, one.share): found[one.contender.name] for one in cases if one.contender.name in found
-            }
+        found = {(one.rule, one.kind, one.share): _outcome(one, rows) for one in cases}
+        if known := {key: one for key, one in found.items() if one is not None}:
+            return known
     return {}
+
+
+def _outcome(case: Case, rows: Sequence[Row]) -> Outcome | None:
+    usual = [row for row in rows if row["trial"]["settings"].get("lr") == case.contender.rate]
+    return outcome(case.contender, rows if case.kind == _LATE_TUNED else usual)
 
 
 def _find(rows: Sequence[Row], results: Path) -> Finding:
@@ -85,7 +93,7 @@ def _claims(found: dict[tuple[str, str, float], Outcome]) -> list[Claim]:
         calm = found.get((name, "", 0.0))
         if calm is None:
             continue
-        for kind, share in ((_ABSENT, 0.3), (_LOST, 0.3), (_LATE, 0.0)):
+        for kind, share in ((_ABSENT, 0.3), (_LOST, 0.3), (_LATE, 0.0), (_LATE_TUNED, 0.0)):
             if (name, kind, share) in found:
                 more = found[name, kind, share].mean - calm.mean
                 trouble = f"{_WORDS[kind]} in {share:.0%} of steps" if share else kind

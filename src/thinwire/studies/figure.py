@@ -23,13 +23,22 @@ LEVEL = "level"
 
 
 class Page:
-    """A figure of some panels side by side."""
+    """A figure of some panels, side by side but for those beyond ``columns``; width and height are a panel's, in inches."""
 
-    def __init__(self, num_panels: int = 1, height: float = 4.2, width: float = 6.0, figure: Figure | None = None) -> None:
-        self._figure = figure or Figure(figsize=(width * num_panels, height), dpi=140, layout="constrained")
+    def __init__(
+        self,
+        num_panels: int = 1,
+        height: float = 4.2,
+        width: float = 6.0,
+        columns: int | None = None,
+        figure: Figure | None = None,
+    ) -> None:
+        columns = min(num_panels, columns or num_panels)
+        rows = -(-num_panels // columns)
+        self._figure = figure or Figure(figsize=(width * columns, height * rows), dpi=140, layout="constrained")
         if figure is None:
             for place in range(num_panels):
-                tidy(self._figure.add_subplot(1, num_panels, place + 1))
+                tidy(self._figure.add_subplot(rows, columns, place + 1))
         self.panels: list[Axes] = list(self._figure.axes)
 
     def save(self, path: Path) -> None:

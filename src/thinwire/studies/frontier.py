@@ -75,7 +75,9 @@ _LOSS = "validation loss (nats per byte)"
 _WORDS = (
     "*Not beaten*: none has a lower loss without more bytes, or fewer bytes without more loss, by the means over seeds. "
     "Bytes are what a replica sends, a payload counted once; those of what is averaged in full (GaLore, too) are a ring's "
-    "of float32."
+    "of float32. With two replicas as many are received. With more, a replica receives what all others send where payloads "
+    "are gathered (DeMo without owners, top-k, signs), and with a ring nearly twice the gradient, however many there are: "
+    "q7 and q16 say what DeMo receives. *Searched*: with what was best for AdamW in the study search."
 )
 _TIME = (
     "Seconds are the steps times the lab's median step, whole gradients first where a method begins with them: two hosts "
@@ -150,6 +152,8 @@ class Point:
     seconds: float | None
     is_ours: bool
     words: str
+    rate: float
+    tries: str
 
     @property
     def title(self) -> str:
@@ -181,7 +185,16 @@ def _points(rows: Sequence[Row], results: Path) -> list[Point]:
         if size == FULL and mine:
             for peer in standings(curves(results), cells(results)):
                 if peer.method not in (*OURS, "adamw"):
-                    found[peer.method] = Point(peer.method, peer.loss, peer.sent, peer.seconds, False, peer.tuned.words)
+                    found[peer.method] = Point(
+                        peer.method,
+                        peer.loss,
+                        peer.sent,
+                        peer.seconds,
+                        False,
+                        peer.tuned.words,
+                        peer.tuned.curve.lr,
+                        peer.tuned.tries,
+                    )
     return sorted(found.values(), key=lambda point: (point.sent, point.loss))
 
 
@@ -195,7 +208,7 @@ def _point(name: str, one: Outcome, measured: Mapping[tuple[str, str], Cell]) ->
         num_dense = trial["settings"].get("dense_steps", 0)
         seconds = num_dense * dense.seconds + (num_steps - num_dense) * cell.seconds
     sent = row["sent_bytes"] * (_FLOAT32_IN_BFLOAT16 if trial["optimizer"] in _AVERAGED else 1)
-    return Point(name, one.mean, float(sent), seconds, trial["optimizer"] == "demo", one.words)
+    return Point(name, one.mean, float(sent), seconds, trial["optimizer"] == "demo", one.words, one.rate, one.tries_words)
 
 
 def is_of(cell: Cell, trial: Mapping[str, Any]) -> bool:
@@ -211,8 +224,10 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
     for point in points:
         is_best = not any(point.is_beaten_by(other) for other in points)
         seconds = [] if not is_timed else [""] if point.seconds is None else [f"{point.seconds:.3g}"]
-        lines.append((point.name, point.words, format_bytes(point.sent), *seconds, "not beaten" if is_best else ""))
-    heads = ("method", "loss", "sent per step", *([f"s in all, {LINK}"] if is_timed else []), "")
+        tuned, best = (f"{point.rate:g}", point.tries), "not beaten" if is_best else ""
+        lines.append((point.name, point.words, *tuned, format_bytes(point.sent), *seconds, best))
+    time = [f"s in all, {LINK}"] if is_timed else []
+    heads = ("method", "loss", "learning rate", "rates tried", "sent per step", *time, "")
     words = f"{_WORDS} {_TIME} {_noise(rows, results)}" if is_timed else _WORDS
     return Finding(f"{table(heads, lines)}\n\n{words}", _claims(points), _answer(points))
 

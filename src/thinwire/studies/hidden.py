@@ -9,21 +9,20 @@ from typing import Any
 
 from thinwire.options import RECOMMENDED_OPTIONS
 from thinwire.studies.figure import Drawing, Page, dot, names_below, title
+from thinwire.studies.q8_models import RATES, VIT
+from thinwire.studies.search import ADAMW, AS_SEARCHED, SEARCHED_WORDS, as_searched
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, text_trial
 from thinwire.studies.study import MEDIUM, SIZES, SMALL, Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row, Trial
 from thinwire.studies.tuning import Contender, Outcome, due, is_below, outcomes, seeds_for
 
-_LLAMA, _GPT2, _VIT = "Llama", "GPT-2", "vision transformer"
+_LLAMA, _GPT2, _VIT = "Llama", "GPT-2", VIT
 # The second has biases and learned positions; the third patches, too, which are matrices in shape alone.
 _MODELS = {SMALL: (_GPT2,), MEDIUM: (_LLAMA, _GPT2, _VIT)}
-_ADAMW, _ONE = "AdamW", "one rule"
+_ADAMW, _SEARCHED, _ONE = "AdamW", f"AdamW, {AS_SEARCHED}", "one rule"
 _RESTS = {_ONE: "", "adamw for the rest": "adamw", "sign for the rest": "sign"}
 _BEST = "adamw for the rest"
-_TRAINED = {SMALL: (_ADAMW, _ONE, _BEST), MEDIUM: (_ADAMW, *_RESTS)}
-# Where the search for a learning rate begins, with images.
-_VIT_RATES = {_ADAMW: 2e-3, _ONE: 4e-2}
-_VIT_REST_RATE = 2e-2
+_TRAINED = {SMALL: (_ADAMW, _ONE, _BEST), MEDIUM: (_ADAMW, _SEARCHED, *_RESTS)}
 
 Case = tuple[str, str]
 """A model and a method."""
@@ -32,18 +31,23 @@ Case = tuple[str, str]
 def _text(size: str, model: str, method: str) -> tuple[Trial, float]:
     """DeMo as is recommended for language models, but for the momentum's decay: runs are short."""
     shape = {"architecture": "gpt2"} if model == _GPT2 else {}
-    if method == _ADAMW:
-        return text_trial(size, "adamw", settings=shape), DENSE_RATES[size]["adamw"]
+    if method in (_ADAMW, _SEARCHED):
+        return _dense(text_trial(size, "adamw", settings=shape), method), DENSE_RATES[size]["adamw"]
     start = DEMO_RULES[size]["muon"]
     balanced = {**start.settings, "balance": RECOMMENDED_OPTIONS["balance"], "schedule": "linear"}
     return text_trial(size, settings={**shape, **balanced, **_rest(method)}), start.rate
 
 
 def _images(method: str) -> tuple[Trial, float]:
-    if method == _ADAMW:
-        return Trial("vit", 4, "adamw"), _VIT_RATES[_ADAMW]
+    rates = RATES[VIT]
+    if method in (_ADAMW, _SEARCHED):
+        return _dense(Trial("vit", 4, "adamw"), method), rates["adamw"]
     settings = {**DEMO_RULES[MEDIUM]["muon"].settings, **_rest(method)}
-    return Trial("vit", 4, "demo", settings), _VIT_RATES.get(method, _VIT_REST_RATE)
+    return Trial("vit", 4, "demo", settings), rates["muon rule" if method == _ONE else "muon rule, adamw for the rest"]
+
+
+def _dense(trial: Trial, method: str) -> Trial:
+    return as_searched(trial, ADAMW) if method == _SEARCHED else trial
 
 
 def _rest(method: str) -> dict[str, Any]:
@@ -81,7 +85,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
     heads = ("model", "method", "loss", "right answers", "learning rate", "rates tried", "seeds")
     words = (
         "The rest is all but the matrices between input and output. DeMo has the muon rule, k 64, and for text balance and "
-        "a linear fall; AdamW its usual settings."
+        f"a linear fall; AdamW its usual settings, or others. {SEARCHED_WORDS}"
     )
     claims = _claims(found)
     return Finding(f"{table(heads, lines, 2)}\n\n{words}", claims, _answer(found, claims))
@@ -91,7 +95,7 @@ def _claims(found: dict[Case, Outcome]) -> list[Claim]:
     claims = []
     for model in dict.fromkeys(model for model, _ in found):
         best = found.get((model, _BEST))
-        for other, words in ((_ONE, "one rule for all"), (_ADAMW, "AdamW")):
+        for other, words in ((_ONE, "one rule for all"), (_ADAMW, _ADAMW), (_SEARCHED, _SEARCHED)):
             beside = found.get((model, other))
             if best is not None and beside is not None:
                 text = f"the {model} ends below {words} with the rule {_BEST}: {best.mean:.3f} and {beside.mean:.3f}"
@@ -105,7 +109,7 @@ def _answer(found: dict[Case, Outcome], claims: Sequence[Claim]) -> str:
     lead = verdict(
         [claim for claim in claims if "one rule for all" in claim.text],
         "For hidden matrices alone: with a rule of its own for the rest every model ends lower",
-        "It depends on the model: some end lower with a rule of its own for the rest, the others as they do without",
+        "It depends on the model: some end lower with a rule of its own for the rest, others do not",
         "It may be for all: no model ends lower with a rule of its own for the rest",
     )
     parts = []

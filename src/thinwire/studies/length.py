@@ -114,7 +114,7 @@ def _answer(found: Found, claims: Sequence[Claim]) -> str:
     lead = verdict(
         [claim for claim in claims if "the best of DeMo's" in claim.text],
         "With as many settings and rates for both, DeMo is ahead of AdamW at every length",
-        "With as many settings and rates for both, DeMo is ahead of AdamW at some lengths, not at all",
+        "With as many settings and rates for both, DeMo is ahead of AdamW at some lengths, not at all of them",
         "With as many settings and rates for both, DeMo is ahead of AdamW at no length",
     )
     parts = []

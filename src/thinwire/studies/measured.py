@@ -9,6 +9,7 @@ from thinwire.lab.losses import Curve, best_curves, read_curves
 from thinwire.lab.rows import Cell
 from thinwire.studies.results import best_folder
 from thinwire.studies.settings import rules_in_words
+from thinwire.studies.tuning import tries_in_words
 
 DEMO, DEMO_AFTER, DEMO_MUON, ADAMW, ADAMW_AFTER = "demo", "demo-after", "demo-muon", "adamw", "adamw-after"
 # Those of this project; all others are peers.
@@ -35,8 +36,7 @@ class Tuned:
     @property
     def tries(self) -> str:
         """How many learning rates, and whether the best is the least or the largest of them: others may be better."""
-        at_edge = self.curve.lr in (min(self.rates), max(self.rates))
-        return f"{len(self.rates)}, best at the edge" if at_edge else f"{len(self.rates)}"
+        return tries_in_words(len(self.rates), self.curve.lr in (min(self.rates), max(self.rates)))
 
     @property
     def words(self) -> str:

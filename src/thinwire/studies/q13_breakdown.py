@@ -6,7 +6,7 @@ from pathlib import Path
 from thinwire.lab.figure import breakdown
 from thinwire.lab.rows import Cell
 from thinwire.studies.figure import Drawing, Page
-from thinwire.studies.measured import ADAMW, DEMO, NOTHING, RATES, cells, link_words, ours_in_words
+from thinwire.studies.measured import ADAMW, DEMO, DEMO_MUON, NOTHING, RATES, cells, link_words, ours_in_words
 from thinwire.studies.results import stored
 from thinwire.studies.study import Claim, Finding, Study, table
 from thinwire.studies.trials import Row
@@ -18,6 +18,7 @@ _SHAPES, _TOPK = "1b", 32
 # Measured after the others, with the update rules: the smaller shapes alone.
 _LATER, _LATER_SHAPES, _LATER_REPLICAS = "step_muon", "300m", 8
 _ADAMW_STEP, _OURS_STEP, _PUBLISHED_STEP = "AdamW fused", "thinwire triton", "published DeMo"
+_RULES = {DEMO: "sign rule", DEMO_MUON: "muon rule"}
 _READING = (
     "Milliseconds of a step of `gpt-10m` with two hosts, a CPU core each, on the lab's links: means over steps and hosts. "
     "*Hidden* is exchange that ran while backward did, *exposed* what was waited for; *apply* is decoding and the update. "
@@ -27,6 +28,10 @@ _READING = (
 _GPU = (
     "**On a GPU** (H200, the paper's 1B model of 1,177 M parameters, k 32, milliseconds of the local step, no network). "
     "Decoding grows with the number of payloads; the update is a part of it."
+)
+_GPU_LATER = (
+    f"**With other rules, and balance** (H200, {_LATER_SHAPES} parameters, k 32, {_LATER_REPLICAS} payloads, milliseconds "
+    "of the local step, no network; the code of a later day). `step()` is all of it, checks of payloads included."
 )
 
 
@@ -44,23 +49,34 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
     if steps:
         parts += [_GPU, _gpu_table(steps)]
         claims += _gpu_claims(steps)
-    claims += _later_claims(stored(results, _LATER))
-    eaten = [link_words(link) for link, (saved, cost) in _gains(measured).items() if saved <= cost]
-    lead = f"Only {' and '.join(eaten)}" if eaten else "No"
-    return Finding("\n\n".join(parts) or NOTHING, claims, f"{lead}. {_answer(measured, steps)}" if claims else "")
+    if later := stored(results, _LATER):
+        parts += [_GPU_LATER, _later_table(later)]
+        claims += _later_claims(later)
+    return Finding("\n\n".join(parts) or NOTHING, claims, _answer(measured, steps, later) if claims else "")
 
 
-def _answer(measured: Mapping[tuple[str, str], Cell], steps: Sequence[Row]) -> str:
-    parts = [
-        f"{link_words(link)} {1e3 * saved:,.0f} ms less waiting for {1e3 * cost:,.0f} ms more of compressing"
-        for link, (saved, cost) in _gains(measured).items()
-    ]
-    words = f"Beside AdamW, a step of DeMo has {'; '.join(parts)}." if parts else ""
+def _answer(measured: Mapping[tuple[str, str], Cell], steps: Sequence[Row], later: Sequence[Row]) -> str:
+    leads, sentences = [], []
+    for name, words in _RULES.items():
+        gains = _gains(measured, name)
+        eaten = [link_words(link) for link, (saved, cost) in gains.items() if saved <= cost]
+        where = f"only {' and '.join(eaten)}" if eaten else "no"
+        leads += [f"with the {words} {where}"] if gains else []
+        parts = [
+            f"{link_words(link)} {1e3 * saved:,.0f} ms less waiting for {1e3 * cost:,.0f} ms more of all else"
+            for link, (saved, cost) in gains.items()
+        ]
+        sentences += [f"Beside AdamW, a step of DeMo with the {words} has {'; '.join(parts)}."] if parts else []
+    lead = "; ".join(leads)
+    words = " ".join([*([f"{lead[0].upper()}{lead[1:]}."] if lead else []), *sentences])
     known = {(row["contender"], row["replicas"]): row["median_ms"] for row in _gpu_rows(steps)}
     mine = [f"{spent:.1f} ms with {replicas}" for (name, replicas), spent in known.items() if name == _OURS_STEP]
     if mine and (_ADAMW_STEP, None) in known:
         words += f" On a GPU, a whole local step of the 1B model takes {', '.join(mine)} replicas' payloads, and fused AdamW"
         words += f" {known[_ADAMW_STEP, None]:.1f} ms."
+    whole = [f"{spent:.1f} ms with {name}" for name, spent in _later_steps(later).items()]
+    if whole:
+        words += f" There a step of {_LATER_SHAPES} parameters takes {', '.join(whole)}."
     return words.strip()
 
 
@@ -74,11 +90,11 @@ def _table(measured: Mapping[tuple[str, str], Cell]) -> str:
     return table(("link", "method", "step (median)", *_COLUMNS, "hidden"), lines, 2)
 
 
-def _gains(measured: Mapping[tuple[str, str], Cell]) -> dict[str, tuple[float, float]]:
-    """Seconds of waiting that DeMo saves beside AdamW in a step on each link, and what its compressor costs."""
+def _gains(measured: Mapping[tuple[str, str], Cell], name: str) -> dict[str, tuple[float, float]]:
+    """Seconds of waiting that a DeMo saves beside AdamW in a step on each link, and what its compressor and update cost."""
     found = {}
     for link in _LINKS:
-        demo, adamw = measured.get((DEMO, link)), measured.get((ADAMW, link))
+        demo, adamw = measured.get((name, link)), measured.get((ADAMW, link))
         if demo is not None and adamw is not None:
             saved = adamw.parts["exposed"] - demo.parts["exposed"]
             found[link] = (saved, compressor_seconds(demo) - compressor_seconds(adamw))
@@ -87,15 +103,17 @@ def _gains(measured: Mapping[tuple[str, str], Cell]) -> dict[str, tuple[float, f
 
 def _link_claims(measured: Mapping[tuple[str, str], Cell]) -> list[Claim]:
     claims = []
-    for link, (saved, cost) in _gains(measured).items():
-        text = f"{link_words(link)}, demo's compressor saves more waiting than it costs: {1e3 * saved:,.0f} ms saved"
-        claims.append(Claim(f"{text}, {1e3 * cost:,.0f} ms more than AdamW's update", saved > cost))
-    known = [(cell, link) for link in _LINKS if (cell := measured.get((DEMO, link)))]
-    if known:
-        worst, link = max(known, key=lambda pair: compressor_seconds(pair[0]) / pair[0].compute)
-        share = compressor_seconds(worst) / worst.compute
-        text = f"encoding, decoding and the update take demo less than a third of forward and backward: {100 * share:.0f} %"
-        claims.append(Claim(f"{text} at most, {link_words(link)}", share < 1 / 3))
+    for name in _RULES:
+        for link, (saved, cost) in _gains(measured, name).items():
+            text = f"{link_words(link)}, {name}'s compressor and update save more waiting than they cost"
+            text += f": {1e3 * saved:,.0f} ms saved, {1e3 * cost:,.0f} ms more than AdamW's update"
+            claims.append(Claim(text, saved > cost))
+        known = [(cell, link) for link in _LINKS if (cell := measured.get((name, link)))]
+        if known:
+            worst, link = max(known, key=lambda pair: compressor_seconds(pair[0]) / pair[0].compute)
+            share = compressor_seconds(worst) / worst.compute
+            text = f"encoding, decoding and the update take {name} less than a third of forward and backward"
+            claims.append(Claim(f"{text}: {100 * share:.0f} % at most, {link_words(link)}", share < 1 / 3))
     return claims
 
 
@@ -126,6 +144,27 @@ def _gpu_claims(steps: Sequence[Row]) -> list[Claim]:
         text = f"published DeMo's step takes at least 10 times as long: {published:.0f} ms, {published / alone:.0f} times"
         claims.append(Claim(text, published >= 10 * alone))
     return claims
+
+
+def _later_steps(steps: Sequence[Row]) -> dict[str, float]:
+    """Milliseconds of whole steps, by what they are of."""
+    names = {_ADAMW_STEP: "fused AdamW", "Muon": "Muon"}
+    names |= {
+        f"{_OURS_STEP}, step()": "DeMo's sign rule",
+        f"{_OURS_STEP}, step(), muon rule": "its muon rule",
+        f"{_OURS_STEP}, step(), muon rule, balance 0.95": "that and balance",
+    }
+    known = {row["contender"]: row["median_ms"] for row in steps if row["shapes"] == _LATER_SHAPES}
+    return {words: known[name] for name, words in names.items() if name in known}
+
+
+def _later_table(steps: Sequence[Row]) -> str:
+    mine = [row for row in steps if row["shapes"] == _LATER_SHAPES]
+    lines = [
+        (row["contender"], f"{row['median_ms']:.2f}", f"{row['low_ms']:.2f} to {row['high_ms']:.2f}")
+        for row in sorted(mine, key=lambda row: row["median_ms"])
+    ]
+    return table(("step", "median", "least and most"), lines)
 
 
 def _later_claims(steps: Sequence[Row]) -> list[Claim]:

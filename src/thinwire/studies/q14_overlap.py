@@ -2,23 +2,36 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from thinwire.lab.rows import Cell
 from thinwire.planner.link_spec import UNSHAPED
 from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, title
-from thinwire.studies.measured import ADAMW, ADAMW_AFTER, DEMO, DEMO_AFTER, NOTHING, RATES, cells, link_words, ours_in_words
+from thinwire.studies.measured import NOTHING, RATES, cells, link_words, ours_in_words, rounds
 from thinwire.studies.study import Claim, Finding, Study, table
 from thinwire.studies.trials import Row
 
+SOURCE = "lab_overlap"
+
+
+class Pair(NamedTuple):
+    """The same steps, sent while backward runs and when it is over."""
+
+    overlapped: str
+    after: str
+
+
+_DDP, _DDP_BF16 = Pair("adamw", "adamw-after"), Pair("adamw-bf16", "adamw-bf16-after")
+_DENSE = {"DDP": _DDP, "DDP in bfloat16": _DDP_BF16}
+_OURS = {"DeMo, sign rule": Pair("demo", "demo-after"), "DeMo, muon rule": Pair("demo-muon", "demo-muon-after")}
+_PAIRS = {**_DENSE, **_OURS}
 _READING = (
-    "Seconds per step of `gpt-10m`, two hosts with a CPU core each, medians. `demo` sends while backward runs, `demo-after` "
-    "sends when it is over (and clips gradients, which takes some milliseconds). `adamw` is DDP, which sends while backward "
-    "runs; `adamw-after` is DDP with one bucket for all gradients, which begins when backward is over. It was measured on "
-    "another day, when the machine computed more slowly: its waiting is added here to what `adamw` does besides waiting. "
-    "*Perfect* is computed: what is not waiting, or all bytes at the measured rate of the link, round trips not counted, "
-    "whichever is longer; no DDP can be faster with these bytes."
+    "Seconds per step of `gpt-10m`, two hosts with a CPU core each: medians over rounds, least and most; in a round all are "
+    "measured, one after the other. *After* sends when backward is over (and DeMo then clips gradients, which takes some "
+    "milliseconds; DDP has one bucket for all gradients), *overlap* while it runs. *Perfect* is computed: what is not "
+    "waiting, or all bytes at the measured rate of the link, round trips not counted, whichever is longer; no DDP can be "
+    "faster with these bytes."
 )
-_NEEDED = (ADAMW, ADAMW_AFTER, DEMO, DEMO_AFTER)
 
 
 def wire_seconds(cell: Cell) -> float:
@@ -27,98 +40,138 @@ def wire_seconds(cell: Cell) -> float:
     return 8 * cell.meter_sent / cell.measured_bits
 
 
-def local_seconds(cell: Cell) -> float:
-    """All of a step that is not waiting for the network."""
-    return max(0.0, cell.seconds - cell.parts["exposed"])
-
-
-def without_overlap(cell: Cell, after: Cell) -> float:
-    """A step that computes as long as one cell's, and waits as long as the other's, which sends when all else is done."""
-    return local_seconds(cell) + after.parts["exposed"]
-
-
 def perfect_overlap(cell: Cell) -> float:
     """A step in which everything hides that can."""
-    return max(local_seconds(cell), wire_seconds(cell))
+    return max(0.0, cell.seconds - cell.parts["exposed"], wire_seconds(cell))
 
 
-def _links(measured: Mapping[tuple[str, str], Cell]) -> list[str]:
-    names = dict.fromkeys(link for _, link in measured)
-    return [link for link in names if link != UNSHAPED and all((name, link) in measured for name in _NEEDED)]
+class Reading(NamedTuple):
+    """What was measured: by method and link, the rounds as one and each."""
+
+    measured: Mapping[tuple[str, str], Cell]
+    by_round: Mapping[tuple[str, str], Mapping[int, Cell]]
+
+    @property
+    def links(self) -> list[str]:
+        """Those on which all was measured."""
+        names = dict.fromkeys(link for _, link in self.measured if link != UNSHAPED)
+        wanted = [name for pair in _PAIRS.values() for name in pair]
+        return [link for link in names if all((name, link) in self.measured for name in wanted)]
+
+    def words(self, name: str, link: str) -> str:
+        """Median, least and most of the rounds."""
+        seconds = [cell.seconds for cell in self.by_round[name, link].values()]
+        return f"{self.measured[name, link].seconds:.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
+
+    def is_shortened(self, pair: Pair, link: str) -> bool:
+        """Whether overlap made the step shorter in every round."""
+        after, overlapped = (self.by_round[name, link] for name in (pair.after, pair.overlapped))
+        return all(overlapped[turn].seconds < after[turn].seconds for turn in overlapped.keys() & after.keys())
+
+
+def read(results: Path) -> Reading:
+    """All of it."""
+    by_round: dict[tuple[str, str], dict[int, Cell]] = {}
+    for cell in rounds(results, SOURCE):
+        by_round.setdefault((cell.method, cell.link), {})[cell.round] = cell
+    return Reading(cells(results, source=SOURCE), by_round)
 
 
 def _find(rows: Sequence[Row], results: Path) -> Finding:
-    measured = cells(results)
-    links = _links(measured)
-    if not links:
+    reading = read(results)
+    if not reading.links:
         return Finding(NOTHING)
     lines = []
-    for link in links:
-        adamw, waiting, demo, after = (measured[name, link] for name in _NEEDED)
-        values = (
-            without_overlap(adamw, waiting),
-            adamw.seconds,
-            perfect_overlap(adamw),
-            after.seconds,
-            demo.seconds,
-            demo.hidden,
+    for link in reading.links:
+        for what, pair in _PAIRS.items():
+            perfect = f"{perfect_overlap(reading.measured[pair.overlapped, link]):.2f}" if what in _DENSE else ""
+            hidden, exposed = (
+                f"{seconds:.2f}"
+                for seconds in (
+                    reading.measured[pair.overlapped, link].hidden,
+                    reading.measured[pair.overlapped, link].parts["exposed"],
+                )
+            )
+            lines.append(
+                (
+                    link,
+                    what,
+                    *(reading.words(name, link) for name in (pair.after, pair.overlapped)),
+                    perfect,
+                    hidden,
+                    exposed,
+                )
+            )
+    heads = ("link", "method", "after", "overlap", "perfect (computed)", "hidden", "exposed")
+    text = f"{_READING} {ours_in_words(reading.measured)}\n\n{table(heads, lines, 2)}"
+    return Finding(text, _claims(reading), _answer(reading))
+
+
+def _answer(reading: Reading) -> str:
+    leads, sentences = [], []
+    for what, pair in _OURS.items():
+        found = {link_words(link): _beside(reading, pair, link) for link in RATES if link in reading.links}
+        pointless = [where for where, (mine, bound) in found.items() if mine >= bound]
+        where = f"only {' and '.join(pointless)}" if pointless else "no"
+        leads.append(f"With {what}, {where}.")
+        parts = [f"{where} {mine:.2f} s against {bound:.2f} s" for where, (mine, bound) in found.items()]
+        sentences.append(
+            f"A step without overlap, beside one of DDP with gradients in bfloat16 and perfect overlap, takes with {what} "
+            f"{'; '.join(parts)}."
         )
-        lines.append([link, *(f"{value:.2f}" for value in values), f"{demo.parts['exposed']:.2f}"])
-    heads = ("link", "DDP: after (of two days)", "DDP: overlap", "DDP: perfect (computed)", "DeMo: after", "DeMo: overlap")
-    text = f"{_READING} {ours_in_words(measured)}\n\n{table((*heads, 'hidden', 'exposed'), lines)}"
-    claims = _claims(measured, links)
-    pairs = {
-        link_words(link): (measured[DEMO_AFTER, link].seconds, perfect_overlap(measured[ADAMW, link]))
-        for link in RATES
-        if link in links
-    }
-    pointless = [where for where, (mine, bound) in pairs.items() if mine >= bound]
-    words = "; ".join(f"{where} {mine:.2f} s against {bound:.2f} s" for where, (mine, bound) in pairs.items())
-    lead = f"Only {' and '.join(pointless)}" if pointless else "No"
-    answer = f"{lead}. A step of DeMo without overlap, beside one of DDP with perfect overlap, takes {words}."
-    return Finding(text, claims, answer)
+    return " ".join([*leads, *sentences])
 
 
-def _claims(measured: Mapping[tuple[str, str], Cell], links: Sequence[str]) -> list[Claim]:
+def _beside(reading: Reading, pair: Pair, link: str) -> tuple[float, float]:
+    """Without overlap, beside the fastest of dense methods."""
+    return reading.measured[pair.after, link].seconds, perfect_overlap(reading.measured[_DDP_BF16.overlapped, link])
+
+
+def _claims(reading: Reading) -> list[Claim]:
     claims = []
-    for link in (link for link in RATES if link in links):
-        after, bound = measured[DEMO_AFTER, link].seconds, perfect_overlap(measured[ADAMW, link])
-        text = f"{link_words(link)}, DeMo without overlap is faster than DDP with perfect overlap"
-        text += f": {after:.2f} s against {bound:.2f} s"
-        claims.append(Claim(text, after < bound))
-    saved = {link: measured[DEMO_AFTER, link].seconds - measured[DEMO, link].seconds for link in links}
-    slower = [link for link in links if saved[link] <= 0]
-    text = f"overlap shortens DeMo's step on every link, by up to {1e3 * max(saved.values()):.0f} ms"
-    claims.append(Claim(text + (f"; not on {', '.join(slower)}" if slower else ""), not slower))
-    slowest = next((link for link in RATES if link in links), None)
+    for what, pair in _OURS.items():
+        for link in (link for link in RATES if link in reading.links):
+            after, bound = _beside(reading, pair, link)
+            text = f"{link_words(link)}, {what} without overlap is faster than DDP in bfloat16 with perfect overlap"
+            claims.append(Claim(f"{text}: {after:.2f} s against {bound:.2f} s", after < bound))
+    for what, pair in _OURS.items():
+        saved = {
+            link: reading.measured[pair.after, link].seconds - reading.measured[pair.overlapped, link].seconds
+            for link in reading.links
+        }
+        longer = [link for link in reading.links if not reading.is_shortened(pair, link)]
+        text = f"overlap shortens the step of {what} on every link in every round, in the median by up to"
+        text += f" {1e3 * max(saved.values()):.0f} ms" + (f"; not on {', '.join(longer)}" if longer else "")
+        claims.append(Claim(text, not longer))
+    slowest = next((link for link in RATES if link in reading.links), None)
     if slowest is not None:
-        ddp = measured[ADAMW, slowest]
-        saving = 1 - perfect_overlap(ddp) / without_overlap(ddp, measured[ADAMW_AFTER, slowest])
-        text = (
-            f"{link_words(slowest)}, overlap cannot shorten DDP's step by more than a tenth: by {100 * saving:.1f} % at best"
-        )
-        claims.append(Claim(text, saving <= 0.1))
+        perfect = perfect_overlap(reading.measured[_DDP.overlapped, slowest])
+        saving = 1 - perfect / reading.measured[_DDP.after, slowest].seconds
+        text = f"{link_words(slowest)}, overlap cannot shorten DDP's step by more than a tenth"
+        claims.append(Claim(f"{text}: by {100 * saving:.1f} % at best", saving <= 0.1))
     return claims
 
 
 def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
-    measured = cells(results)
-    links = [link for link in RATES if link in _links(measured)]
-    if not links:
+    reading = read(results)
+    if not reading.links:
         return {}
     kinds = {
-        "DDP, without": lambda link: without_overlap(measured[ADAMW, link], measured[ADAMW_AFTER, link]),
-        "DDP, with": lambda link: measured[ADAMW, link].seconds,
-        "DDP, perfect (computed)": lambda link: perfect_overlap(measured[ADAMW, link]),
-        "DeMo, without": lambda link: measured[DEMO_AFTER, link].seconds,
-        "DeMo, with": lambda link: measured[DEMO, link].seconds,
+        f"{what}, {words}": name
+        for what, pair in {"DDP": _DDP, **_OURS}.items()
+        for words, name in (("after", pair.after), ("overlap", pair.overlapped))
     }
-    page = Page(2, height=4.4, width=6.2)
-    for axes, delay in zip(page.panels, ("", ",80ms"), strict=True):
+    links_by_delay = {delay: [link for link in RATES if link + delay in reading.links] for delay in ("", ",80ms")}
+    shown = {delay: links for delay, links in links_by_delay.items() if links}
+    page = Page(len(shown), height=4.4, width=6.2)
+    for axes, (delay, links) in zip(page.panels, shown.items(), strict=True):
         axes.set_yscale("log")
-        for index, (name, seconds) in enumerate(kinds.items()):
-            points = [(float(RATES[link]), seconds(link + delay)) for link in links if link + delay in _links(measured)]
-            line(axes, points, name, index)
+        for index, (what, name) in enumerate(kinds.items()):
+            line(axes, [(float(RATES[link]), reading.measured[name, link + delay].seconds) for link in links], what, index)
+        bounds = [
+            (float(RATES[link]), perfect_overlap(reading.measured[_DDP_BF16.overlapped, link + delay])) for link in links
+        ]
+        line(axes, bounds, "DDP in bfloat16, perfect", len(kinds))
         logarithmic(axes, list(RATES.values()))
         room_for_labels(axes, 0.5)
         axes.set_yticks([0.5, 1, 2, 5, 10, 20, 50], ["0.5", "1", "2", "5", "10", "20", "50"])
@@ -133,5 +186,5 @@ STUDY = Study(
     "Does overlap make compression pointless? With and without overlap, for DDP and for DeMo.",
     find=_find,
     draw=_draw,
-    sources=("lab",),
+    sources=(SOURCE,),
 )

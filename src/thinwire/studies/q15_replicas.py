@@ -10,7 +10,7 @@ from thinwire.studies.search import ADAMW, as_searched
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, MANY, Start, text_trial
 from thinwire.studies.study import FULL, MEDIUM, SIZES, SMALL, Claim, Finding, Study, table
 from thinwire.studies.trials import Row, Trial
-from thinwire.studies.tuning import Contender, Outcome, due, outcomes, seeds_for
+from thinwire.studies.tuning import Contender, Outcome, due, is_below, outcomes, seeds_for
 
 # In the full size a step of 64 replicas is of a middle-sized model, so that the whole is affordable.
 _MODELS = {SMALL: SMALL, MEDIUM: MEDIUM, FULL: MANY}
@@ -113,10 +113,15 @@ def _answer(found: dict[tuple[str, str], dict[int, Outcome]]) -> str:
         for (method, of), mine in found.items()
         if of == _TOGETHER and method in _rules(MEDIUM) and len(mine) > 1
     }
-    worse = [method for method, mine in of_all.items() if mine[max(mine)].mean - mine[min(mine)].mean >= _LITTLE]
-    lead = f"It hardly changes with the same batch for all, but for the {' and the '.join(worse)}, which loses"
-    lead = lead if worse and len(worse) < len(of_all) else "It gets worse" if worse else "It hardly changes"
-    return f"{lead}. Last losses by the number of replicas. {'. '.join(part[0].upper() + part[1:] for part in parts)}."
+    gains = {method: mine[min(mine)].mean - mine[max(mine)].mean for method, mine in of_all.items()}
+    kinds = {
+        f"changes by less than {_LITTLE}": [method for method, gain in gains.items() if abs(gain) < _LITTLE],
+        "ends higher": [method for method, gain in gains.items() if gain <= -_LITTLE],
+        "ends lower": [method for method, gain in gains.items() if gain >= _LITTLE],
+    }
+    changes = "; ".join(f"the {' and the '.join(methods)} {what}" for what, methods in kinds.items() if methods)
+    lead = f"With the same batch for all and more replicas, {changes}. " if changes else ""
+    return f"{lead}Last losses by the number of replicas. {'. '.join(part[0].upper() + part[1:] for part in parts)}."
 
 
 def _claims(found: dict[tuple[str, str], dict[int, Outcome]]) -> list[Claim]:
@@ -138,10 +143,13 @@ def _claims(found: dict[tuple[str, str], dict[int, Outcome]]) -> list[Claim]:
             claims.append(_costs_little(f"with the {rule} and {most} replicas, owners cost {more:+.3f} nats per byte", more))
         for name in (_ADAMW, _SEARCHED):
             dense = found.get((name, _TOGETHER), {})
-            if both := together.keys() & dense.keys():
+            if both := sorted(together.keys() & dense.keys()):
                 gain = min(dense[count].mean - together[count].mean for count in both)
-                text = f"with the same batch for all, the {rule} is below {name}, whatever the number of replicas"
-                claims.append(Claim(f"{text}: by {gain:.3f} where it is nearest", gain > 0))
+                apart = [count for count in both if is_below(together[count], dense[count])]
+                text = f"with the same batch for all, every seed of the {rule} is below every seed of {name}, whatever the"
+                where = ", ".join(map(str, apart)) or "none"
+                text += f" number of replicas: at {where} of {', '.join(map(str, both))}"
+                claims.append(Claim(f"{text}; the means by {gain:.3f} where they are nearest", apart == both))
     return claims
 
 

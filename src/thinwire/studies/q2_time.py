@@ -215,7 +215,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         _compared(rows, "often", "never", "the gradient of what is often sent varies less than that of what never is"),
         _compared(rows, "values", "residual", "sent values vary less than the residual, which is a sum over many steps"),
     ]
-    lead = verdict(claims[:2], "Yes", "Only in part", "Not in every training and layer kind")
+    lead = verdict(claims[:2], "Yes", "Only in part", "No, not in every training and layer kind")
     mean = {
         group: _mean([one for _, entry in _entries(rows) for one in entry["likeness"][group]])
         for group in ("sent", "kept", "often", "never", "values", "residual")

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from thinwire.local_step import LocalStep
 from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, rule, title
+from thinwire.studies.search import ADAMW as SEARCHED
+from thinwire.studies.search import AS_SEARCHED, SEARCHED_WORDS, as_searched
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, text_trial
 from thinwire.studies.simulation import VirtualReplicas
 from thinwire.studies.study import FULL, MEDIUM, SIZES, SMALL, Claim, Finding, Study, table
@@ -25,6 +27,7 @@ _TOPKS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, ALL)
 _FEW = {"sign": (1, 4, 16, 32, 64, 256, 1024, ALL), "muon": (16, 64, 256)}
 _RULES = tuple(_FEW)
 ADAMW, SGD, MUON = "dense AdamW", "dense SGD", "dense Muon"
+ADAMW_SEARCHED = f"{ADAMW}, {AS_SEARCHED}"
 # Lion with equal decays is Signum. DeMo's decay first, then the usual one.
 SIGNUM = {f"dense Signum, decay {decay}": decay for decay in (0.99, 0.9)}
 _SIGNUM_RATES = {SMALL: 2e-3, MEDIUM: 1e-3, FULL: 2.5e-4}
@@ -91,7 +94,8 @@ def contenders(size: str) -> list[Contender]:
         found.append(Contender(name, trial, _SIGNUM_RATES[size]))
     for name, optimizer in ((SGD, "sgd"), (ADAMW, "adamw"), (MUON, "muon")):
         found.append(Contender(name, _measured(size, optimizer, {}), DENSE_RATES[size][optimizer]))
-    return found
+    searched = as_searched(_measured(size, "adamw", {}), SEARCHED)
+    return [*found, Contender(ADAMW_SEARCHED, searched, DENSE_RATES[size]["adamw"])]
 
 
 def _measured(size: str, optimizer: str, settings: dict[str, Any]) -> Trial:
@@ -129,7 +133,7 @@ def _answer(found: dict[str, Outcome]) -> str:
         if not by_topk:
             continue
         best = min(by_topk, key=lambda topk: by_topk[topk].mean)
-        beats += [is_below(by_topk[best], found[ADAMW])] if ADAMW in found else []
+        beats += [is_below(by_topk[best], found[name]) for name in (ADAMW, ADAMW_SEARCHED) if name in found]
         few, many = (by_topk[topk].rows[0]["memory"] for topk in (min(by_topk), max(by_topk)))
         parts.append(
             f"with the {update} rule k = {best} is best, {by_topk[best].mean:.3f}, and the residual is {few:.1f} gradients "
@@ -137,8 +141,8 @@ def _answer(found: dict[str, Outcome]) -> str:
         )
     if not parts:
         return ""
-    dense = ", ".join(f"{name} {found[name].mean:.3f}" for name in (ADAMW, *SIGNUM, MUON) if name in found)
-    lead = "It can" if beats and all(beats) else "With some rules it can" if any(beats) else "Here it does not"
+    dense = ", ".join(f"{name} {found[name].mean:.3f}" for name in (ADAMW, ADAMW_SEARCHED, *SIGNUM, MUON) if name in found)
+    lead = "It can" if beats and all(beats) else "With some it can" if any(beats) else "Here it does not"
     return (
         f"{lead}, since what is sent is not Signum: signs of coefficients, averaged and transformed back, are a direction "
         f"with sizes, and k decides how much of the past stays in the residual. In these rows {'; '.join(parts)}. "
@@ -163,7 +167,8 @@ def _explanation(found: dict[str, Outcome]) -> str:
         f"size of its residual momentum, in gradients; a momentum from which nothing is taken would have {whole}, if "
         "gradients were independent of each other. With all coefficients sent, only what one bit could not say stays "
         "behind; Signum's momentum loses nothing by being used. And what arrives is not a sign per parameter: signs of "
-        "coefficients, averaged and transformed back, are a direction with sizes, and the update rule sees those."
+        f"coefficients, averaged and transformed back, are a direction with sizes, and the update rule sees those. "
+        f"{SEARCHED_WORDS}"
     )
 
 
@@ -179,7 +184,8 @@ def _claims(found: dict[str, Outcome]) -> list[Claim]:
         if not by_topk:
             continue
         best = min(by_topk, key=lambda topk: by_topk[topk].mean)
-        for rival, words in ((found.get(ADAMW), ADAMW), (signum, "dense Signum at its better decay")):
+        adamw = [(found.get(name), name) for name in (ADAMW, ADAMW_SEARCHED)]
+        for rival, words in (*adamw, (signum, "dense Signum at its better decay")):
             if rival is not None:
                 text = f"with the {update} rule the best k, {best}, reaches {by_topk[best].mean:.3f}, below {words}"
                 claims.append(Claim(f"{text} ({rival.mean:.3f})", is_below(by_topk[best], rival)))
@@ -195,14 +201,15 @@ def _claims_on_size(update: str, by_topk: dict[int, Outcome], best: int) -> list
     ends = (min(by_topk), max(by_topk))
     words = " and ".join(f"{by_topk[topk].mean:.3f} at k = {topk}" for topk in ends)
     text = (
-        f"with the {update} rule neither the least nor the most is best, but k = {best}: {by_topk[best].mean:.3f}, {words}"
+        f"with the {update} rule every seed ends lower at k = {best} than at the least and the most: "
+        f"{by_topk[best].mean:.3f}, {words}"
     )
     memories = [by_topk[topk].rows[0]["memory"] for topk in sorted(by_topk)]
     shrinks = (
         f"with the {update} rule the residual shrinks with every larger k, from {memories[0]:.2f} to {memories[-1]:.2f}"
     )
     return [
-        Claim(text, len(by_topk) > 2 and best not in ends),
+        Claim(text, all(is_below(by_topk[best], by_topk[end]) for end in ends)),
         Claim(f"{shrinks} gradients", all(more > less for more, less in pairwise(memories))),
     ]
 
@@ -217,7 +224,7 @@ def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
             spread = [(min(one.losses), max(one.losses)) for one in by_topk.values()]
             line(losses, [(topk, one.mean) for topk, one in by_topk.items()], f"{update} rule", index, spread)
             line(memories, [(topk, one.rows[0]["memory"]) for topk, one in by_topk.items()], f"{update} rule", index)
-    dense = sorted((found[name].mean, name) for name in (*SIGNUM, SGD, ADAMW, MUON) if name in found)
+    dense = sorted((found[name].mean, name) for name in (*SIGNUM, SGD, ADAMW, ADAMW_SEARCHED, MUON) if name in found)
     for place, (loss, name) in enumerate(dense):
         rule(losses, loss, name, at=0.01 + 0.34 * (place % 3))
     for axes in page.panels:

@@ -26,7 +26,7 @@ from thinwire.studies.results import folders_of
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, text_trial
 from thinwire.studies.study import FULL, MEDIUM, SMALL, Claim, Finding, Study, table
 from thinwire.studies.trials import Row, Rows, Trial, train
-from thinwire.studies.tuning import Contender, Outcome, outcomes, rows_of, seeds_for
+from thinwire.studies.tuning import Contender, Outcome, is_below, outcomes, rows_of, seeds_for
 
 TOPKS = (1, 2, 4, 8, 16, 32, 64)
 _RULES = tuple(DEMO_RULES[FULL])
@@ -136,7 +136,8 @@ class Reading:
     rows: Sequence[Row]
     losses: Mapping[str, Mapping[int, Outcome]]
     """By rule and k."""
-    adamw: Outcome | None
+    adamw: Mapping[str, Outcome]
+    """As usual, and as searched."""
 
     def local(self, update: str) -> dict[int, float]:
         """Seconds of a step of a replica alone, by k."""
@@ -169,7 +170,8 @@ def _read(rows: Sequence[Row], results: Path) -> Reading:
     losses = {update: q4.of_rule(why, update) for update in _RULES}
     losses[q5.RULE] = {**q5.of_usual_chunk(choice), **losses[q5.RULE]}
     shown = {update: {topk: one for topk, one in found.items() if topk in TOPKS} for update, found in losses.items()}
-    return Reading(size, rows, {update: found for update, found in shown.items() if found}, why.get(q4.ADAMW))
+    adamw = {name: why[name] for name in (q4.ADAMW, q4.ADAMW_SEARCHED) if name in why}
+    return Reading(size, rows, {update: found for update, found in shown.items() if found}, adamw)
 
 
 def _find(rows: Sequence[Row], results: Path) -> Finding:
@@ -224,9 +226,8 @@ def _words(reading: Reading) -> str:
         times = ", ".join(f"{_milli(reading.adamw_linked(link))} ms over {name}" for name, link in _LINKS.items())
         alone = f"AdamW with gradients in bfloat16: {_milli(reading.adamw_local)} ms alone"
         parts.append(f"{alone}, {times}; its exchange hides behind nothing either.")
-    if reading.adamw is not None:
-        steps = reading.adamw.rows[0]["trial"]["settings"]["steps"]
-        parts.append(f"Losses are those of q4 and q5, after {steps} steps.")
+    for one in list(reading.adamw.values())[:1]:
+        parts.append(f"Losses are those of q4 and q5, after {one.rows[0]['trial']['settings']['steps']} steps.")
     if not reading.losses:
         parts.append("There are no losses of q4 and q5 for this size of model yet.")
     return " ".join(parts)
@@ -273,6 +274,11 @@ def _claims(reading: Reading) -> list[Claim]:
             claims.append(
                 Claim(f"{text}: {', '.join(f'{mean:.3f}' for mean in means)}", all(a > b for a, b in pairwise(means)))
             )
+            for name, dense in reading.adamw.items():
+                first = next((topk for topk in sorted(losses) if is_below(losses[topk], dense)), None)
+                which = "none is" if first is None else f"from k = {first}"
+                text = f"with the {update} rule some k up to {max(losses)} ends below {name} ({dense.mean:.3f}): {which}"
+                claims.append(Claim(text, first is not None))
     return claims
 
 
@@ -326,8 +332,8 @@ def _draw_losses(page: Page, reading: Reading) -> None:
     for index, (update, found) in enumerate(reading.losses.items()):
         spread = [(min(found[topk].losses), max(found[topk].losses)) for topk in sorted(found)]
         line(axes, [(topk, one.mean) for topk, one in found.items()], f"{update} rule", index, spread)
-    if reading.adamw is not None:
-        rule(axes, reading.adamw.mean, "dense AdamW")
+    for name, one in reading.adamw.items():
+        rule(axes, one.mean, name)
     title(axes, "Loss", "coefficients sent of 4096", "validation loss (nats per byte)")
 
 

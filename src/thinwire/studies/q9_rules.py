@@ -92,8 +92,18 @@ def _answer(found: dict[str, Outcome]) -> str:
         return ""
     order = sorted(found.items(), key=lambda pair: pair[1].mean)
     rules = [name for name, _ in order if name.endswith(" rule")]
-    lead = "It works, but no other rule ends lower" if rules[:1] == ["sign rule"] else f"Yes, and the {rules[0]} ends lower"
+    below, above = ([name for name in rules if test(found[name], found["sign rule"])] for test in (is_below, _is_above))
+    words = [f"the {', '.join(names)} {what}" for what, names in (("ends lower", below), ("ends higher", above)) if names]
+    lead = (
+        f"It depends on the rule. With every seed, beside the sign rule, {'; '.join(words)}"
+        if words
+        else "No rule is apart from the sign rule"
+    )
     return f"{lead}. From the lowest loss to the highest: {', '.join(f'{name} {one.words}' for name, one in order)}."
+
+
+def _is_above(one: Outcome, other: Outcome) -> bool:
+    return is_below(other, one)
 
 
 def _claims(found: dict[str, Outcome]) -> list[Claim]:
@@ -101,6 +111,7 @@ def _claims(found: dict[str, Outcome]) -> list[Claim]:
     if {"sgd rule", "sign rule"} <= found.keys():
         plain, sign = found["sgd rule"], found["sign rule"]
         text = f"without the sign it works as well: loss {plain.mean:.3f} with plain sgd, {sign.mean:.3f} with the sign"
+        text += " (sgd's best learning rate is at the edge of those tried)" if plain.is_at_edge else ""
         claims.append(Claim(text, not is_below(sign, plain)))
     rules = {name: one for name, one in found.items() if name.endswith(" rule")}
     for name, one in rules.items():

@@ -1,4 +1,4 @@
-"""All studies, in the order of their numbers; those that no reviewer asked for come last."""
+"""All studies, in the order of their numbers; those that no reader asked for come last."""
 
 from thinwire.studies import (
     basis,

@@ -1,6 +1,7 @@
 """search: AdamW and DeMo, searched alike. One setting at a time, each with learning rates of its own.
 
-DeMo's settings of the other studies were found by a search that AdamW did not have. Here it has one, too.
+DeMo's settings of the other studies were found by a search that AdamW did not have. Here it has one, too; and Muon, the
+bound of DeMo's muon rule, has what the others gained by.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,8 @@ from thinwire.studies.study import MEDIUM, SIZES, SMALL, Claim, Finding, Study, 
 from thinwire.studies.trials import Row, Trial
 from thinwire.studies.tuning import Contender, Outcome, due, is_below, outcomes
 
-ADAMW, DEMO = "AdamW", "DeMo, muon rule"
+ADAMW, DEMO, MUON = "AdamW", "DeMo, muon rule", "Muon, averaged in full"
+_DENSE = {ADAMW: "adamw", MUON: "muon"}
 _AS_IT_IS = "as it is"
 _NO_ERRORS = {"keeps_errors": False}
 # What both have, and what is each one's own; k by the kind of layer, or by half of the steps, with about as many bytes. Last
@@ -65,6 +67,13 @@ _VARIED: dict[str, tuple[dict[str, Any], ...]] = {
         {"balance": 0.95, "topk": 96, "later_topk": 32, "schedule": "linear"},
         {"balance": 0.95, "topk": 96, "later_topk": 32, "values": "int4", "schedule": "linear"},
     ),
+    # Its betas are those of all but the hidden matrices.
+    MUON: (
+        {"beta1": 0.8},
+        *_SCHEDULES,
+        {"warmup_steps": 50, "schedule": "linear"},
+        _ADAMW_BEST,
+    ),
 }
 _OF_TRIALS = {one.name for one in fields(Trial)}
 AS_SEARCHED = "as searched"
@@ -84,8 +93,8 @@ _BEST_WARMUP = {ADAMW: 0.4}
 
 def base(size: str, method: str) -> tuple[Trial, float]:
     """Where a search begins, and the learning rate there."""
-    if method == ADAMW:
-        return text_trial(size, "adamw"), DENSE_RATES[size]["adamw"]
+    if method in _DENSE:
+        return text_trial(size, _DENSE[method]), DENSE_RATES[size][_DENSE[method]]
     start = DEMO_RULES[size]["muon"]
     return text_trial(size, settings=start.settings), start.rate
 
@@ -101,7 +110,7 @@ def as_searched(trial: Trial, method: str) -> Trial:
     """The same training with the settings that were best here."""
     what = dict(_BEST[method])
     if method in _BEST_WARMUP:
-        what["warmup_steps"] = int(trial.settings["steps"] * _BEST_WARMUP[method])
+        what["warmup_steps"] = int(trial.config.schedule.steps * _BEST_WARMUP[method])
     return changed(trial, what)
 
 
@@ -175,6 +184,10 @@ def _claims(found: Mapping[str, Mapping[str, Outcome]]) -> list[Claim]:
             ("DeMo as it is", found[DEMO][_AS_IT_IS], ""),
         )
     ]
+    muon_what, muon = _best(found[MUON])
+    bound = f"Muon, averaged in full, at the best of {len(found[MUON])} settings"
+    text = f"{ours} ends below {bound} ({our_best.mean:.3f} and {muon.mean:.3f}); {muon_what}"
+    claims.append(Claim(text, is_below(our_best, muon)))
     for method, mine in found.items():
         lower = [what for what, one in mine.items() if is_below(one, mine[_AS_IT_IS])]
         others = f"; these do: {'; '.join(lower)}" if lower else ""

@@ -85,16 +85,31 @@ DENSE_RATES: dict[str, dict[str, float]] = {
 
 
 def rules_in_words(settings: Iterable[Mapping[str, Any]]) -> str:
-    """What DeMo's update rules had in these trainings, each that always had the same; nothing if none did."""
-    found: dict[str, set[str]] = {}
+    """What DeMo's update rules had in these trainings: decay and balance, one or several; nothing if no row says it."""
+    decays: dict[str, set[float]] = {}
+    balances: dict[str, set[float]] = {}
+    combines: dict[str, set[str]] = {}
     for one in settings:
         if "update" in one and "momentum_decay" in one:
-            words = f"a momentum decay of {one['momentum_decay']:g}"
-            words += f" and a balance of {one['balance']:g}" if one.get("balance") else ""
-            words += f", combined by `{one['combine']}`" if one.get("combine", USUAL_COMBINE) != USUAL_COMBINE else ""
-            found.setdefault(one["update"], set()).add(words)
-    parts = [f"with the {rule} rule {words.pop()}" for rule, words in found.items() if len(words) == 1]
+            rule = one["update"]
+            decays.setdefault(rule, set()).add(one["momentum_decay"])
+            balances.setdefault(rule, set()).add(one.get("balance", 0.0))
+            combines.setdefault(rule, set()).add(one.get("combine", USUAL_COMBINE))
+    rules: dict[str, list[str]] = {}
+    for rule, known in decays.items():
+        words = f"a momentum decay of {_one_of(f'{decay:g}' for decay in sorted(known))}"
+        if any(balances[rule]):
+            words += f" and a balance of {_one_of(f'{balance:g}' for balance in sorted(balances[rule]))}"
+        if combines[rule] != {USUAL_COMBINE}:
+            words += f", combined by {_one_of(f'`{combine}`' for combine in sorted(combines[rule]))}"
+        rules.setdefault(words, []).append(rule)
+    parts = [f"with the {_one_of(names)} rule {words}" for words, names in rules.items()]
     return f"DeMo has here, {'; '.join(parts)}." if parts else ""
+
+
+def _one_of(words: Iterable[str]) -> str:
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def text_trial(

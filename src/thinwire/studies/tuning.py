@@ -36,6 +36,11 @@ class Contender:
         return replace(self.trial, settings={**self.trial.settings, "lr": rate, "seed": seed})
 
 
+def tries_in_words(tries: int, is_at_edge: bool) -> str:
+    """How many learning rates were tried, and whether the best is the least or the largest of several."""
+    return f"{tries}, best at the edge" if is_at_edge and tries > 1 else f"{tries}"
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The best learning rate, and the last losses at it, one per seed."""
@@ -57,7 +62,7 @@ class Outcome:
     @property
     def tries_words(self) -> str:
         """How many learning rates were tried, and whether the best is at the edge."""
-        return f"{self.tries}, best at the edge" if self.is_at_edge else f"{self.tries}"
+        return tries_in_words(self.tries, self.is_at_edge)
 
     @property
     def words(self) -> str:
