@@ -144,6 +144,21 @@ def test_every_backend_and_device_finds_the_same_bits(
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True)), backend
 
 
+@pytest.mark.parametrize("num_replicas", [255, 256, 511, 512])
+def test_many_votes_are_the_same_bits(num_replicas: int, device: torch.device) -> None:
+    """On both sides of where counters become wider, and of where votes are no longer divided with their scale."""
+    pytest.importorskip("triton", reason="triton has no build for this platform")
+    shapes: Shapes = [(20, 25), (5,)]
+    cpu = torch.device("cpu")
+    plan = plan_for(shapes, values="sign", dense_below=8)
+    parameters, momenta = parameters_for(shapes, cpu), momenta_for(plan, cpu)
+    few = [payload_of(plan, parameters, momenta_for(plan, cpu)) for _ in range(5)]
+    given = (parameters, momenta, torch.stack([few[replica % 5] for replica in range(num_replicas)]))
+    expected = applied(plan, "torch", cpu, given, "sgd", "mean_over_replicas")
+    found = applied(plan, "triton", device, given, "sgd", "mean_over_replicas")
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
 def test_votes_may_be_divided_with_their_scale() -> None:
     """The kernel multiplies votes by scale / replicas, where others divide and multiply: what is rounded is the same."""
     pytest.importorskip("triton", reason="triton has no build for this platform")
