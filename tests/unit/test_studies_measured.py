@@ -244,7 +244,8 @@ def test_contrast_and_distance_have_known_values() -> None:
 
 
 def test_lines_that_look_alike_are_found() -> None:
-    assert q19_figures.alike(31) == [(0, 30)]
+    assert q19_figures.alike(60) == []
+    assert q19_figures.alike(61) == [(0, 60)]
     assert len(DASHES) == 6
     assert len(MARKS) == len(COLOURS) == 10
 

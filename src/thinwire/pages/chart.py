@@ -15,7 +15,7 @@ from typing import Literal
 from thinwire.pages.axes import Axis, Scale, scale_for, words_for
 from thinwire.pages.marks import mark
 from thinwire.pages.names import place_levels, place_names, width_of
-from thinwire.pages.styles import COLOURS, DASHES, MARKS
+from thinwire.pages.styles import COLOURS, DASHES, mark_of
 
 WIDTH = 480.0
 _TOP, _BASE, _RIGHT = 30.0, 250.0, 18.0
@@ -209,7 +209,7 @@ def _marks(series: Series, places: Sequence[Point]) -> str:
     """All of them, or some where there are many, at other places for other styles."""
     step = math.ceil(len(places) / 8) if series.kind == "line" and len(places) > _MOST_MARKS else 1
     chosen = places[(series.style * step // 4) % step :: step] if step > 1 else places
-    return "".join(mark(MARKS[series.style % len(MARKS)], one, other) for one, other in chosen)
+    return "".join(mark(mark_of(series.style), one, other) for one, other in chosen)
 
 
 def _names(drawn: Sequence[Series], x: Scale, y: Scale) -> tuple[str, str]:
@@ -256,7 +256,7 @@ def swatch(series: Series) -> str:
         dashed = f' stroke-dasharray="{dashes}"' if dashes and not series.faint else ""
         parts.append(f'<path class="line" d="M1 8H35"{dashed}/>')
     if not series.faint:
-        parts.append(f'<path class="mark" d="{mark(MARKS[series.style % len(MARKS)], 18, 8)}"/>')
+        parts.append(f'<path class="mark" d="{mark(mark_of(series.style), 18, 8)}"/>')
     kind = f"swatch {colour_class(series.style)}{' faint' if series.faint else ''}"
     return f'<svg class="{kind}" viewBox="0 0 36 16" aria-hidden="true">{"".join(parts)}</svg>'
 

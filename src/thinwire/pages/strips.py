@@ -8,7 +8,7 @@ from thinwire.pages.axes import Axis, Scale, scale_for, words_for
 from thinwire.pages.chart import WIDTH, colour_class, data_script, figure, legend_of, svg
 from thinwire.pages.marks import mark
 from thinwire.pages.names import width_of
-from thinwire.pages.styles import MARKS
+from thinwire.pages.styles import mark_of
 
 HATCHES = 5
 _TOP, _BOTTOM, _RIGHT = 8.0, 46.0, 14.0
@@ -111,7 +111,7 @@ def _words(strip: Strip, is_beside: bool, left: float, line: float, top: float) 
 
 
 def _dots(strip: Strip, scale: Scale, line: float, number: int) -> str:
-    shape = MARKS[number % len(MARKS)]
+    shape = mark_of(number)
     marks = "".join(mark(shape, scale.place(value), line) for value in strip.values if scale.axis.shows(value))
     rail = f'<path class="grid" d="M{scale.first:.1f} {line:.1f}H{scale.last:.1f}"/>'
     return f'{rail}<g class="series {colour_class(number)}"><path class="mark" d="{marks}"/></g>'

@@ -8,3 +8,9 @@ COLOURS_ON_DARK = (
     *("#f2f2f2", "#ff9f5a", "#62baf6", "#6fd09b", "#f18ad8", "#ab99ff", "#d0be80", "#a3a8ae", "#ff8b7e", "#dba78c"),
 )
 DASHES: tuple[tuple[float, ...], ...] = ((), (6, 2), (1, 1.5), (8, 2, 1, 2), (3, 1.5), (5, 1, 1, 1, 1, 1))
+
+
+def mark_of(style: int) -> str:
+    """The mark of a style with this number; the second ten have the colours of the first, and other marks."""
+    num = len(MARKS)
+    return MARKS[(style + num // 2 * (style // num)) % num]

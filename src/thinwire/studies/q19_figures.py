@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
-from thinwire.pages.styles import COLOURS, DASHES, MARKS
+from thinwire.pages.styles import COLOURS, DASHES, MARKS, mark_of
 from thinwire.studies.figure import Drawing, Page, title
 from thinwire.studies.study import Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row
@@ -78,7 +78,7 @@ def _root(part: float) -> float:
 
 def alike(num_lines: int) -> list[tuple[int, int]]:
     """Pairs of the first lines of a figure that have the same dashes and the same mark."""
-    styles = [(DASHES[index % len(DASHES)], MARKS[index % len(MARKS)]) for index in range(num_lines)]
+    styles = [(DASHES[index % len(DASHES)], mark_of(index)) for index in range(num_lines)]
     return [(a, b) for a, b in combinations(range(num_lines), 2) if styles[a] == styles[b]]
 
 
@@ -88,7 +88,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
         others = [other for other in COLOURS if other != colour]
         nearest = [min(distance(colour, other, vision) for other in others) for vision in _IN_COLOUR]
         dashes = " ".join(f"{part:g}" for part in DASHES[index % len(DASHES)]) or "none"
-        style = [colour, MARKS[index % len(MARKS)], dashes, f"{contrast(colour):.1f}"]
+        style = [colour, mark_of(index), dashes, f"{contrast(colour):.1f}"]
         lines.append([*style, *(f"{one:.0f}" for one in nearest)])
     least = min((contrast(colour, vision), colour) for colour in COLOURS for vision in _IN_COLOUR)
     pairs = [(distance(a, b, vision), a, b, vision) for a, b in combinations(COLOURS, 2) for vision in _IN_COLOUR]
@@ -130,7 +130,7 @@ def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
             red, green, blue = (_gamma(part) for part in seen(colour, vision))
             xs = [0.1 * step for step in range(21)]
             ys = [math.exp(-x) * 2 - index for x in xs]
-            (drawn,) = axes.plot(xs, ys, color=(red, green, blue), marker=MARKS[index % len(MARKS)], markersize=4)
+            (drawn,) = axes.plot(xs, ys, color=(red, green, blue), marker=mark_of(index), markersize=4)
             drawn.set_markevery((index % 4, 4))
             if dashes := DASHES[index % len(DASHES)]:
                 drawn.set_dashes(dashes)
