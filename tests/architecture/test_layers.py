@@ -93,6 +93,7 @@ EXTRAS = {
     "studies/charts.py": {"matplotlib"},
     "studies/figure.py": {"matplotlib"},
     "studies/gradients.py": {"transformers"},
+    "studies/labels.py": {"matplotlib"},
     "lab/worker.py": {"rich"},
     "bench/contenders.py": {"pytorch_optimizer"},
     "bench/figure.py": {"matplotlib"},

@@ -272,6 +272,7 @@ def test_names_do_not_cover_each_other(seed: int) -> None:
         axes.plot([point.x for point in points], [point.y for point in points], "o")
         axes.set_xlim(-0.3, 1.5)
         axes.set_ylim(-0.1, 1.1)
+        figure.draw_without_rendering()
         write(axes, points)
         for (left, low, right, high), (left2, low2, right2, high2) in combinations(boxes_of(figure), 2):
             overlap = max(0.0, min(right, right2) - max(left, left2)) * max(0.0, min(high, high2) - max(low, low2))

@@ -225,8 +225,8 @@ def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
             line(losses, [(topk, one.mean) for topk, one in by_topk.items()], f"{update} rule", index, spread)
             line(memories, [(topk, one.rows[0]["memory"]) for topk, one in by_topk.items()], f"{update} rule", index)
     dense = sorted((found[name].mean, name) for name in (*SIGNUM, SGD, ADAMW, ADAMW_SEARCHED, MUON) if name in found)
-    for place, (loss, name) in enumerate(dense):
-        rule(losses, loss, name, at=0.01 + 0.34 * (place % 3))
+    for loss, name in dense:
+        rule(losses, loss, name)
     for axes in page.panels:
         logarithmic(axes, [topk for topk in _TOPKS if topk not in (2, 8)])
         room_for_labels(axes, 0.2)

@@ -7,11 +7,12 @@ read from the rows of q4 and q5.
 import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,13 +21,16 @@ from thinwire.planner.links import Link
 from thinwire.planner.owners import sizes_of
 from thinwire.studies import q4_why_k as q4
 from thinwire.studies import q5_choice_of_k as q5
-from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, rule, title
+from thinwire.studies.figure import Drawing, Page, line, logarithmic, logarithmic_up, room_for_labels, rule, title
 from thinwire.studies.payloads import plan_of
 from thinwire.studies.results import folders_of
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, text_trial
 from thinwire.studies.study import FULL, MEDIUM, SMALL, Claim, Finding, Study, table
 from thinwire.studies.trials import Row, Rows, Trial, train
 from thinwire.studies.tuning import Contender, Outcome, is_below, outcomes, rows_of, seeds_for
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 TOPKS = (1, 2, 4, 8, 16, 32, 64)
 _RULES = tuple(DEMO_RULES[FULL])
@@ -284,14 +288,15 @@ def _claims(reading: Reading) -> list[Claim]:
 
 def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     reading = _read(rows, results)
-    page = Page(3 if reading.losses else 2, width=5.2)
-    _draw_bytes(page, reading)
-    _draw_times(page, reading)
-    if reading.losses:
-        _draw_losses(page, reading)
+    draw: list[Callable[[Axes], None]] = [partial(_draw_bytes, reading)]
+    draw += [partial(_draw_losses, reading)] if reading.losses else []
+    draw += [partial(_draw_times, reading, update) for update in _RULES]
+    page = Page(len(draw), columns=2)
+    for axes, panel in zip(page.panels, draw, strict=True):
+        panel(axes)
     for axes in page.panels:
         logarithmic(axes, TOPKS)
-        room_for_labels(axes, 0.42)
+        room_for_labels(axes, 0.5)
     loss = ", and the last validation loss" if reading.losses else ""
     return {
         "bytes.png": Drawing(
@@ -300,35 +305,35 @@ def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     }
 
 
-def _draw_bytes(page: Page, reading: Reading) -> None:
-    axes = page.panels[0]
+def _draw_bytes(reading: Reading, axes: "Axes") -> None:
     sizes = {topk: bytes_at(reading.size, topk) for topk in TOPKS}
-    line(axes, [(topk, one.sent / 1e3) for topk, one in sizes.items()], "sent; received from 1", 0)
+    line(axes, [(topk, one.sent / 1e3) for topk, one in sizes.items()], f"sent; received, {_REPLICAS[0]} replicas", 0)
     for index, replicas in enumerate(_REPLICAS[1:], start=1):
         points = [(topk, one.received[replicas] / 1e3) for topk, one in sizes.items()]
         line(axes, points, f"received, {replicas} replicas", index)
     points = [(topk, one.received_with_owners / 1e3) for topk, one in sizes.items()]
-    line(axes, points, f"with owners, {_OWNERS}", len(_REPLICAS))
-    axes.set_yscale("log")
+    line(axes, points, f"received with owners, {_OWNERS} replicas", len(_REPLICAS))
+    if reading.rows:
+        dense = ring_all_reduce(_BF16_BYTES * reading.rows[0]["parameters"], _SHARING)
+        rule(axes, dense.received_bytes / 1e3, f"sent and received, all-reduce in bf16, {_SHARING} replicas")
+    logarithmic_up(axes)
     title(axes, "Bytes of a replica", "coefficients sent of 4096", "kB per step")
 
 
-def _draw_times(page: Page, reading: Reading) -> None:
-    axes, update = page.panels[1], _RULES[-1]
+def _draw_times(reading: Reading, update: str, axes: "Axes") -> None:
     linked = {f"over {name}": reading.linked(update, link) for name, link in _LINKS.items()}
     for index, (name, times) in enumerate({"alone": reading.local(update), **linked}.items()):
         if times:
             line(axes, [(topk, 1e3 * seconds) for topk, seconds in times.items()], name, index)
-    for place, (name, link) in enumerate(_LINKS.items()):
+    for name, link in _LINKS.items():
         seconds = reading.adamw_linked(link)
         if seconds is not None:
-            rule(axes, 1e3 * seconds, f"AdamW in bf16 over {name}", at=0.01 + 0.4 * (place % 2))
-    axes.set_yscale("log")
+            rule(axes, 1e3 * seconds, f"AdamW in bf16 over {name}")
+    logarithmic_up(axes)
     title(axes, f"Time of a step, {update} rule, {_SHARING} replicas", "coefficients sent of 4096", "ms per step")
 
 
-def _draw_losses(page: Page, reading: Reading) -> None:
-    axes = page.panels[2]
+def _draw_losses(reading: Reading, axes: "Axes") -> None:
     for index, (update, found) in enumerate(reading.losses.items()):
         spread = [(min(found[topk].losses), max(found[topk].losses)) for topk in sorted(found)]
         line(axes, [(topk, one.mean) for topk, one in found.items()], f"{update} rule", index, spread)

@@ -230,7 +230,7 @@ def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
         spread = [(min(one.losses), max(one.losses)) for one in ordered]
         line(axes, [(place, one.mean) for place, one in enumerate(ordered, 1)], method, index, spread)
         if _AS_IT_IS in mine:
-            rule(axes, mine[_AS_IT_IS].mean, f"{method}, {_AS_IT_IS}", at=0.55 if index == 0 else 0.7)
+            rule(axes, mine[_AS_IT_IS].mean, f"{method}, {_AS_IT_IS}")
     room_for_labels(axes, 0.2)
     title(axes, "Settings of each, the best first", "settings", "validation loss (nats per byte)")
     caption = (
