@@ -18,11 +18,13 @@ _ROW, _ROW_WITH_NAME, _BAR = 24.0, 40.0, 13.0
 
 @dataclass(frozen=True)
 class Strip:
-    """A row: its values are dots, or the widths of the parts of a bar. ``words`` stand at its end."""
+    """A row: its values are dots, or the widths of the parts of a bar. ``words`` stand at its end. Dots have the ``style``
+    with this number, or that of their place."""
 
     name: str
     values: Sequence[float]
     words: str = ""
+    style: int | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,11 @@ class Strips:
             top = _TOP + row * number
             line = top + row - _ROW / 2
             body.append(_words(strip, is_beside, left, line, top))
-            body.append(self._bar(strip, scale, line) if self.parts else _dots(strip, scale, line, number))
+            body.append(
+                self._bar(strip, scale, line)
+                if self.parts
+                else _dots(strip, scale, line, strip.style if strip.style is not None else number)
+            )
             for name, spot in self._spots(strip, scale, line):
                 spots[name].append(spot)
         parts = legend_of((name, _sample(number)) for number, name in enumerate(self.parts)) if len(self.parts) > 1 else ""

@@ -11,7 +11,7 @@ import torch
 
 from thinwire.studies.bases import FIXED, in_place_of_the_dct
 from thinwire.studies.chunks import POWERS_OF_TWO
-from thinwire.studies.figure import Drawing, Page, dot, names_below, title
+from thinwire.studies.figure import Drawing, Page, dots_above_names, title
 from thinwire.studies.settings import DEMO_RULES, text_trial
 from thinwire.studies.study import FULL, SIZES, SMALL, Claim, Finding, Study, table, verdict
 from thinwire.studies.trials import Row, Trial
@@ -106,11 +106,7 @@ def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     rules = list(dict.fromkeys(rule for rule, _ in found))
     page = Page(max(1, len(rules)))
     for axes, rule in zip(page.panels, rules, strict=False):
-        mine = {basis: one for (of, basis), one in found.items() if of == rule}
-        for index, one in enumerate(mine.values()):
-            for loss in one.losses:
-                dot(axes, index, loss, "", index)
-        names_below(axes, list(mine))
+        dots_above_names(axes, {basis: one.losses for (of, basis), one in found.items() if of == rule})
         title(axes, f"{rule.capitalize()} rule", "", "validation loss (nats per byte)")
     caption = "Last validation loss of every seed at the best learning rate, with the DCT and with other bases in its place."
     return {"basis.png": Drawing(page, caption)}

@@ -118,7 +118,7 @@ def _strips(title: str, axis: Axis, names: dict[float, str], dots: Sequence[Seri
     strips = []
     for series in dots:
         values = [value for _, value in series.points]
-        strips.append(Strip(names.get(series.points[0][0], series.name), values, f"{mean(values):.3f}"))
+        strips.append(Strip(names.get(series.points[0][0], series.name), values, f"{mean(values):.3f}", series.style))
     return Strips(title, axis, strips)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.options import RECOMMENDED_OPTIONS
-from thinwire.studies.figure import Drawing, Page, dot, names_below, title
+from thinwire.studies.figure import Drawing, Page, dots_above_names, title
 from thinwire.studies.q8_models import RATES, VIT
 from thinwire.studies.search import ADAMW, AS_SEARCHED, DEMO, SEARCHED_WORDS, as_searched
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, text_trial
@@ -129,14 +129,10 @@ def _answer(found: dict[Case, Outcome], claims: Sequence[Claim]) -> str:
 
 def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     found = _outcomes(rows)
-    models = list(dict.fromkeys(model for model, _ in found))
-    page = Page(max(1, len(models)), width=4.2)
+    models, methods = (list(dict.fromkeys(case[place] for case in found)) for place in (0, 1))
+    page = Page(max(1, len(models)), height=3.6, columns=2)
     for axes, model in zip(page.panels, models, strict=False):
-        mine = {method: one for (of, method), one in found.items() if of == model}
-        for index, one in enumerate(mine.values()):
-            for loss in one.losses:
-                dot(axes, index, loss, "", index)
-        names_below(axes, list(mine))
+        dots_above_names(axes, {method: one.losses for (of, method), one in found.items() if of == model}, methods)
         title(axes, model, "", f"validation loss (nats per {'image' if model == _VIT else 'byte'})")
     return {"hidden.png": Drawing(page, "Last validation loss of every seed at the best learning rate, a panel per model.")}
 

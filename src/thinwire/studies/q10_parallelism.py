@@ -13,7 +13,7 @@ import torch
 from thinwire.exchange.plan import ExchangePlan
 from thinwire.parallel.rehearsal import Rehearsal, difference, on_a_mesh, on_whole_replicas
 from thinwire.slabs import LocalTensor
-from thinwire.studies.figure import Drawing, Page, dot, names_below, title
+from thinwire.studies.figure import Drawing, Page, dots_above_names, title
 from thinwire.studies.settings import DEMO_RULES, text_trial
 from thinwire.studies.simulation import Simulation, VirtualReplicas
 from thinwire.studies.study import SIZES, Claim, Finding, Study, table, verdict
@@ -270,11 +270,7 @@ def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     rules = list(dict.fromkeys(rule for rule, _ in found))
     page = Page(max(1, len(rules)), height=3.6, width=4.8)
     for axes, rule in zip(page.panels, rules, strict=False):
-        mine = {precision: one for (of, precision), one in found.items() if of == rule}
-        for index, one in enumerate(mine.values()):
-            for loss in one.losses:
-                dot(axes, index, loss, "", index)
-        names_below(axes, [name.replace(" ", "\n") for name in mine])
+        dots_above_names(axes, {precision: one.losses for (of, precision), one in found.items() if of == rule})
         title(axes, f"{rule.capitalize()} rule", "", "validation loss (nats per byte)")
     return {
         "precision.png": Drawing(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from thinwire.options import RECOMMENDED_OPTIONS
-from thinwire.studies.figure import Drawing, Page, dot, names_below, title
+from thinwire.studies.figure import Drawing, Page, dots_above_names, title
 from thinwire.studies.search import ADAMW, SEARCHED_WORDS, as_searched
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, Start, text_trial
 from thinwire.studies.study import FULL, MEDIUM, SIZES, SMALL, Claim, Finding, Study, table, verdict
@@ -158,12 +158,10 @@ def _claims(model: str, methods: dict[str, Outcome]) -> list[Claim]:
 
 def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     found = {model: methods for model, methods in _outcomes(rows).items() if methods}
-    page = Page(max(1, len(found)), height=3.6, width=4.2)
+    page = Page(max(1, len(found)), height=3.6, columns=2)
+    names = [_word(method) for method in dict.fromkeys(method for methods in found.values() for method in methods)]
     for axes, (model, methods) in zip(page.panels, found.items(), strict=False):
-        for index, one in enumerate(methods.values()):
-            for loss in one.losses:
-                dot(axes, index, loss, "", index)
-        names_below(axes, [_word(method) for method in methods])
+        dots_above_names(axes, {_word(method): one.losses for method, one in methods.items()}, names)
         unit = "nats per byte" if model == LANGUAGE else "nats per image"
         title(axes, model.capitalize(), "", f"validation loss ({unit})")
     return {"models.png": Drawing(page, "Last validation loss of every seed at the best learning rate, a panel per model.")}

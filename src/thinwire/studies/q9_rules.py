@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from thinwire.studies.figure import Drawing, Page, dot, line, names_below, room_for_labels, title
+from thinwire.studies.figure import Drawing, Page, dots_above_names, line, room_for_labels, title
 from thinwire.studies.search import changed
 from thinwire.studies.settings import DENSE_RATES, text_trial
 from thinwire.studies.study import FULL, MEDIUM, SIZES, SMALL, Claim, Finding, Study, table
@@ -137,14 +137,12 @@ def _claims(found: dict[str, Outcome]) -> list[Claim]:
 
 
 def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
-    page = Page(2)
+    page = Page(2, width=7.4)
     last, curves = page.panels
     found = _outcomes(rows)
     for index, (name, (_, one)) in enumerate(found.items()):
-        for loss in one.losses:
-            dot(last, index, loss, "", index)
         line(curves, [(step, loss) for step, loss in one.rows[0]["curve"]], name, index)
-    names_below(last, [name.replace(" ", "\n") for name in found])
+    dots_above_names(last, {name: one.losses for name, (_, one) in found.items()})
     room_for_labels(curves)
     title(last, "At the end", "", "validation loss (nats per byte)")
     title(curves, "On the way, first seed", "step", "validation loss (nats per byte)")

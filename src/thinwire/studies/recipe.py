@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from thinwire.studies.figure import Drawing, Page, dot, names_below, title
+from thinwire.studies.figure import Drawing, Page, dots_above_names, title
 from thinwire.studies.search import changed, words_for
 from thinwire.studies.settings import DEMO_RULES, DENSE_RATES, PILOT, Start, text_trial
 from thinwire.studies.study import FULL, SMALL, Claim, Finding, Study, table, verdict
@@ -316,11 +316,9 @@ def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     if not found:
         return {}
     page = Page(len(found), height=3.6, columns=2)
+    names = list(dict.fromkeys(name for by_name in found.values() for name in by_name))
     for axes, (set_up, by_name) in zip(page.panels, found.items(), strict=True):
-        for index, one in enumerate(by_name.values()):
-            for loss in one.losses:
-                dot(axes, index, loss, "", index)
-        names_below(axes, list(by_name))
+        dots_above_names(axes, {name: one.losses for name, one in by_name.items()}, names)
         title(axes, set_up, "", "validation loss (nats per byte)")
     caption = "Last validation loss of every seed, each method at the best learning rate of those tried."
     return {"recipe.png": Drawing(page, caption)}
