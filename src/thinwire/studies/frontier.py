@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from thinwire.lab.rows import Cell
 from thinwire.options import RECOMMENDED_OPTIONS
 from thinwire.planner.links import format_bytes
-from thinwire.studies.figure import Drawing, Page, logarithmic, named_dots, title
+from thinwire.studies.figure import Drawing, Page, edge, logarithmic, lower_left, named_dots, title
 from thinwire.studies.labels import Named
-from thinwire.studies.measured import KINDS, OURS, cells, curves, rounds
+from thinwire.studies.measured import OURS, cells, curves, rounds
 from thinwire.studies.process_trials import ProcessTrial
 from thinwire.studies.q11_compressors import standings
 from thinwire.studies.search import ADAMW, as_searched
@@ -79,6 +79,14 @@ _WORDS = (
     "are gathered (DeMo without owners, top-k, signs), and with a ring nearly twice the gradient, however many there are: "
     "q7 and q16 say what DeMo receives. *Searched*: with what was best for AdamW in the study search."
 )
+# Styles of the figure.
+_KINDS = {
+    0: "other methods",
+    1: "DeMo, sign rule",
+    2: "DeMo, muon rule",
+    3: "DeMo, muon rule, balanced",
+    4: "DeMo, other rules",
+}
 _TIME = (
     "Seconds are the steps times the lab's median step, whole gradients first where a method begins with them: two hosts "
     "with a CPU core each, real sockets at 100 Mbit/s."
@@ -154,6 +162,9 @@ class Point:
     words: str
     rate: float
     tries: str
+    spread: tuple[float, float]
+    """The range over seeds."""
+    is_balanced: bool = False
 
     @property
     def title(self) -> str:
@@ -164,6 +175,13 @@ class Point:
     def rule(self) -> str:
         """DeMo's update rule, which its settings are named after."""
         return self.name.split(",")[0]
+
+    @property
+    def style(self) -> int:
+        """Of `_KINDS`."""
+        if not self.is_ours:
+            return 0
+        return 3 if self.is_balanced else {"sign": 1, "muon": 2}.get(self.rule, 4)
 
     def is_late_beside(self, other: "Point") -> bool:
         """Whether the other ends lower in less time, both measured."""
@@ -185,6 +203,7 @@ def _points(rows: Sequence[Row], results: Path) -> list[Point]:
         if size == FULL and mine:
             for peer in standings(curves(results), cells(results)):
                 if peer.method not in (*OURS, "adamw"):
+                    ends = peer.tuned.curve.ends
                     found[peer.method] = Point(
                         peer.method,
                         peer.loss,
@@ -194,6 +213,7 @@ def _points(rows: Sequence[Row], results: Path) -> list[Point]:
                         peer.tuned.words,
                         peer.tuned.curve.lr,
                         peer.tuned.tries,
+                        (min(ends), max(ends)),
                     )
     return sorted(found.values(), key=lambda point: (point.sent, point.loss))
 
@@ -208,7 +228,9 @@ def _point(name: str, one: Outcome, measured: Mapping[tuple[str, str], Cell]) ->
         num_dense = trial["settings"].get("dense_steps", 0)
         seconds = num_dense * dense.seconds + (num_steps - num_dense) * cell.seconds
     sent = row["sent_bytes"] * (_FLOAT32_IN_BFLOAT16 if trial["optimizer"] in _AVERAGED else 1)
-    return Point(name, one.mean, float(sent), seconds, trial["optimizer"] == "demo", one.words, one.rate, one.tries_words)
+    is_ours, is_balanced = trial["optimizer"] == "demo", "balance" in trial["settings"]
+    tried, spread = (one.rate, one.tries_words), (min(one.losses), max(one.losses))
+    return Point(name, one.mean, float(sent), seconds, is_ours, one.words, *tried, spread, is_balanced)
 
 
 def is_of(cell: Cell, trial: Mapping[str, Any]) -> bool:
@@ -293,29 +315,38 @@ def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     if not points:
         return {}
     timed = [point for point in points if point.seconds is not None]
-    page = Page(2 if timed else 1, height=5.6, width=7.0)
-    _panel(page.panels[0], [(point, point.sent / 1e3) for point in points])
-    most = max(point.sent for point in points) / 1e3
-    logarithmic(page.panels[0], [tick for tick in (1, 10, 100, 1000, 10_000, 100_000) if tick < 5 * most])
-    title(page.panels[0], "Loss against bytes, 2 replicas", "kB sent per step and replica", _LOSS)
-    caption = "Last validation loss, a mean over seeds, against what a replica sends per step"
+    page = Page(2 if timed else 1, height=6.4, width=9.6, columns=1)
+    kinds = {style: kind for style, kind in _KINDS.items() if any(point.style == style for point in points)}
+    page.legend(kinds)
+    steps = " or ".join(f"{steps:,}" for steps in sorted({row["curve"][-1][0] for row in rows}))
+    replicas = " or ".join(map(str, sorted({row["trial"]["replicas"] for row in rows})))
+    runs = f"{steps} steps, {replicas} replicas"
+    costs = [point.sent / 1e3 for point in points]
+    ticks = [10.0**power for power in range(6) if 10**power < 5 * max(costs)]
+    words = (f"Loss against bytes, {runs}", "kB sent per step and replica", _LOSS)
+    _panel(page.panels[0], points, costs, ticks, words)
+    caption = f"Last validation loss after {steps} steps, mean and range of the seeds, against what a replica sends per step"
     if timed:
         costs = [point.seconds or 0.0 for point in timed]
-        _panel(page.panels[1], list(zip(timed, costs, strict=True)))
         ticks = [digit * 10.0**power for power in range(4) for digit in (1, 2, 5)]
-        logarithmic(page.panels[1], [tick for tick in ticks if 0.7 * min(costs) < tick < 1.5 * max(costs)])
-        title(page.panels[1], "Loss against time at 100 Mbit/s, 2 replicas", "seconds of all steps", _LOSS)
+        ticks = [tick for tick in ticks if 0.7 * min(costs) < tick < 1.5 * max(costs)]
+        words = (f"Loss against time at 100 Mbit/s, {runs}", f"seconds of {steps} steps", _LOSS)
+        _panel(page.panels[1], timed, costs, ticks, words)
         caption += ", and against the time of all steps at 100 Mbit/s"
-    return {"frontier.png": Drawing(page, f"{caption}. Squares are DeMo's.")}
+    return {"frontier.png": Drawing(page, f"{caption}. The grey lines join what no other beats in both.")}
 
 
-def _panel(axes: "Axes", pairs: Sequence[tuple[Point, float]]) -> None:
-    axes.set_xscale("log")
-    costs = [cost for _, cost in pairs]
+def _panel(
+    axes: "Axes", points: Sequence[Point], costs: Sequence[float], ticks: Sequence[float], words: tuple[str, str, str]
+) -> None:
+    named = [Named(cost, point.loss, point.name, point.style) for point, cost in zip(points, costs, strict=True)]
+    edge(axes, lower_left((one.x, one.y) for one in named), "not beaten")
+    logarithmic(axes, ticks)
     low, high = min(costs), max(costs)
-    spread = high / low if high > low else 10.0
-    axes.set_xlim(low / spread**0.08, high * spread**0.2)
-    named_dots(axes, [Named(cost, point.loss, point.name, int(point.is_ours)) for point, cost in pairs], KINDS)
+    width = high / low if high > low else 10.0
+    axes.set_xlim(low / width**0.08, high * width**0.22)
+    title(axes, *words)
+    named_dots(axes, named, _KINDS, [point.spread for point in points])
 
 
 STUDY = Study(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from thinwire.lab.rows import Cell
 from thinwire.planner.links import format_bytes
-from thinwire.studies.figure import Drawing, Page, edge, logarithmic, named_dots, title
+from thinwire.studies.figure import Drawing, Page, edge, logarithmic, lower_left, named_dots, title
 from thinwire.studies.labels import Named
 from thinwire.studies.measured import ADAMW, DEMO, DEMO_MUON, KINDS, NOTHING, OURS, Tuned, cells, curves, ours_in_words
 from thinwire.studies.study import Claim, Finding, Study, table
@@ -166,10 +166,9 @@ def _draw_panel(axes: "Axes", known: Sequence[Standing], costs: Sequence[float])
     axes.set_xscale("log")
     low, high = min(costs), max(costs)
     axes.set_xlim(low * (low / high) ** 0.12, high * (high / low) ** 0.2)
-    pairs = sorted((cost, one.loss) for one, cost in zip(known, costs, strict=True))
-    edge(axes, [pair for place, pair in enumerate(pairs) if all(pair[1] < loss for _, loss in pairs[:place])], "not beaten")
-    pairs_known = zip(known, costs, strict=True)
-    points = [Named(cost, one.loss, one.method, int(one.method in OURS)) for one, cost in pairs_known]
+    pairs = zip(known, costs, strict=True)
+    points = [Named(cost, one.loss, one.method, int(one.method in OURS)) for one, cost in pairs]
+    edge(axes, lower_left((point.x, point.y) for point in points), "not beaten")
     ends = [one.tuned.curve.ends for one in known]
     named_dots(axes, points, KINDS, [(min(some), max(some)) for some in ends])
 
