@@ -16,6 +16,7 @@ are alike whatever the parts are.
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,8 +37,8 @@ _EDGE = 64
 _MOST_CHUNKS = 8
 # A component is sent often if it is so many times as often as all are on average, or more.
 _OFTEN = 4
-# Of gradients; what is no gradient would need another scale.
-_DRAWN = ("sent", "kept", "often", "seldom", "never")
+# Of gradients; what is no gradient has panels of its own, with another scale.
+_DRAWN, _THEMSELVES = ("sent", "kept", "often", "seldom", "never"), ("values", "residual")
 _LEAST_RANGE = 0.2
 
 
@@ -232,21 +233,25 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
 def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
     figures = {}
     for update in dict.fromkeys(update for update, _ in _entries(rows)):
-        page = Page(len(KINDS))
-        for axes, kind in zip(page.panels, KINDS, strict=True):
-            for index, group in enumerate(_DRAWN):
+        page = Page(2 * len(KINDS), height=3.8, columns=len(KINDS))
+        for axes, (groups, kind) in zip(page.panels, product((_DRAWN, _THEMSELVES), KINDS), strict=True):
+            for index, group in enumerate(GROUPS):
+                if group not in groups:
+                    continue
                 found = [(lag, _likeness_at(rows, update, kind, group, place)) for place, lag in enumerate(LAGS)]
                 points = [(lag, one) for lag, one in found if one is not None]
                 if points:
-                    line(axes, points, group, index)
+                    line(axes, points, _WORDS.get(group, group), index)
             rule(axes, 0.0, "noise")
             low, high = axes.get_ylim()
             axes.set_ylim(min(low, -_LEAST_RANGE), max(high, _LEAST_RANGE))  # else noise would fill the panel
             logarithmic(axes, LAGS)
-            title(axes, f"{kind}, {update} rule", "steps between", "likeness (cosine)")
+            of_what = "gradients" if groups == _DRAWN else "what is sent and what stays"
+            title(axes, f"{kind}, {update} rule: {of_what}", "steps between", "likeness (cosine)")
             room_for_labels(axes)
         caption = (
-            f"How alike the gradients of two steps are in components that replica 0 sent or kept, with the {update} rule."
+            f"How alike the gradients of two steps are in components that replica 0 sent or kept, with the {update} rule; "
+            "and, below, how alike are the values that it sent, and its residual."
         )
         figures[f"time_{update}.png"] = Drawing(page, caption)
     return figures
