@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from thinwire.exchange.choice import ALL_GATHER, HIERARCHICAL, OWNER
-from thinwire.studies.figure import Drawing, Page, line, logarithmic, room_for_labels, title
+from thinwire.studies.figure import Drawing, Page, line, logarithmic, logarithmic_up, room_for_labels, title
 from thinwire.studies.results import stored
 from thinwire.studies.study import Claim, Finding, Study, table
 from thinwire.studies.trials import Row
@@ -109,15 +109,22 @@ def _draw(rows: Sequence[Row], results: Path) -> dict[str, Drawing]:
         return {}
     page = Page()
     (axes,) = page.panels
-    axes.set_yscale("log")
-    for index, exchange in enumerate(dict.fromkeys(row["exchange"] for row in measured)):
-        points = [(float(row["ranks"]), row["received"] / 1e3) for row in measured if row["exchange"] == exchange]
-        line(axes, points, exchange, index)
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in measured:
+        # The size of islands changes on the way, and what is received with it: a line for each.
+        islands = f",\nislands of {row['ranks'] // row['replicas']}" if row["exchange"] == HIERARCHICAL else ""
+        points.setdefault(f"{row['exchange']}{islands}", []).append((float(row["ranks"]), row["received"] / 1e3))
+    for index, (name, some) in enumerate(points.items()):
+        line(axes, some, name, index)
     logarithmic(axes, sorted({row["ranks"] for row in measured}))
-    axes.set_yticks([10, 100, 1000, 10_000], ["10", "100", "1,000", "10,000"])
+    logarithmic_up(axes)
     room_for_labels(axes)
     title(axes, "Received in a step, two layers of 1,024 x 1,024", "ranks", "kB received per rank and step")
-    return {"received.png": Drawing(page, "What a rank receives in a step from other replicas, or from other islands.")}
+    return {
+        "received.png": Drawing(
+            page, "What a rank receives in a step from other replicas, or from other islands of that many ranks."
+        )
+    }
 
 
 STUDY = Study(
