@@ -407,8 +407,7 @@ class DeMo(Optimizer):
     def _description(self, is_of_step: bool = True) -> list[str]:
         """What all replicas must share, at this step or all the time."""
         facts = {**self._decoding._asdict(), **self.drift.facts, **self._delay.facts}
-        policies = ("on_nonfinite", "on_bad_payload", "sync_parameters")
-        facts |= {name: getattr(self, f"_{name}") for name in policies}
+        facts |= {name: getattr(self, f"_{name}") for name in ("on_nonfinite", "on_bad_payload", "sync_parameters")}
         if is_of_step:
             facts |= {"step": self.num_steps, RECEIVED: self._company.received}
         return [*planning.describe(self._plan, self.param_groups if is_of_step else (), facts), *self.membership.facts]
