@@ -113,10 +113,11 @@ def _answer(reading: Reading) -> str:
         found = {link_words(link): _beside(reading, pair, link) for link in RATES if link in reading.links}
         pointless = [where for where, (mine, bound) in found.items() if mine >= bound]
         where = f"only {' and '.join(pointless)}" if pointless else "no"
-        leads.append(f"With {what}, {where}.")
+        words = what.replace("DeMo, ", "DeMo's ")
+        leads.append(f"With {words} {where}.")
         parts = [f"{where} {mine:.2f} s against {bound:.2f} s" for where, (mine, bound) in found.items()]
         sentences.append(
-            f"A step without overlap, beside one of DDP with gradients in bfloat16 and perfect overlap, takes with {what} "
+            f"A step without overlap, beside one of DDP with gradients in bfloat16 and perfect overlap, takes with {words} "
             f"{'; '.join(parts)}."
         )
     return " ".join([*leads, *sentences])
