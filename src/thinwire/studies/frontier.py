@@ -51,7 +51,7 @@ _PEERS: dict[str, tuple[float, dict[str, Any]]] = {
     "sparseloco": (2e-3, {"local_steps": 20}),
 }
 # These step with AdamW's update, so they are trained with what was found for AdamW, too; no byte and no time differs.
-_SEARCHED = ", searched"
+_SEARCHED = " as searched"
 _LIKE_ADAMW = (
     "galore",
     "adamw-bf16",
@@ -77,7 +77,7 @@ _WORDS = (
     "Bytes are what a replica sends, a payload counted once; those of what is averaged in full (GaLore, too) are a ring's "
     "of float32. With two replicas as many are received. With more, a replica receives what all others send where payloads "
     "are gathered (DeMo without owners, top-k, signs), and with a ring nearly twice the gradient, however many there are: "
-    "q7 and q16 say what DeMo receives. *Searched*: with what was best for AdamW in the study search."
+    "q7 and q16 say what DeMo receives. *As searched*: with what was best for AdamW in the study search."
 )
 # Styles of the figure.
 _KINDS = {
@@ -142,8 +142,10 @@ def _only_medium() -> list[Contender]:
 
 def timed_as(name: str) -> str:
     """Whose steps are measured for it on the link."""
+    if not name.endswith(_SEARCHED):
+        return name
     peer = name.removesuffix(_SEARCHED)
-    return peer if peer in _LIKE_ADAMW else name
+    return peer if peer in _LIKE_ADAMW else _ADAMW
 
 
 def _plan(size: str, rows: Sequence[Row]) -> list[Trial]:
