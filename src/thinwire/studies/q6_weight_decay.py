@@ -100,7 +100,7 @@ def _claims(found: dict[Case, Outcome]) -> list[Claim]:
             claims.append(Claim(text, min(gaps.values()) > 0 or max(gaps.values()) < 0))
     for method in _METHODS:
         without, decayed = (found.get((method, decay)) for decay in _DECAYS)
-        if without is not None and decayed is not None:
+        if without is not None and decayed is not None and min(len(one.losses) for one in (without, decayed)) > 1:
             text = f"{method}: weight decay {_DECAYS[1]:g} changes the loss by {decayed.mean - without.mean:+.3f}"
             is_apart = is_below(decayed, without) or is_below(without, decayed)
             claims.append(Claim(f"{text}, and the seeds with it end apart from those without", is_apart))
