@@ -196,7 +196,7 @@ def name_empty_groups_(groups: Sequence[dict[str, Any]], new: dict[str, Any]) ->
     if isinstance(new["params"], Tensor | set):  # one parameter, or what torch refuses
         return
     new["params"] = list(new["params"])
-    is_named = any("param_names" in group for group in groups if group["params"])
+    is_named = any("param_names" in group for group in (*groups, new) if group["params"])
     is_named |= any(isinstance(parameter, tuple) for parameter in new["params"])
     for group in (group for group in (*groups, new) if not group["params"]):
         group.pop("param_names", None)

@@ -54,6 +54,12 @@ def test_the_output_layer_is_the_last_unless_somebody_says_so() -> None:
     assert names(model, output=model.head) == ["inside.weight"]
     assert names(Says()) == ["inside.weight"]
     assert names(nn.ModuleDict({"module": Says()})) == ["module.inside.weight"]
+    # The whole ends in another layer than a part of it would.
+    assert names(nn.Sequential(Says(), nn.Linear(20, 5))) == ["0.head.weight", "0.inside.weight"]
+    with pytest.raises(ValueError, match="this Linear is not one of them"):
+        hidden_and_rest(model, output=nn.Linear(8, 20))
+    with pytest.raises(TypeError, match=r"such as model\.lm_head, got Parameter"):
+        hidden_and_rest(model, output=model.head.weight)  # type: ignore[arg-type]
 
 
 def test_an_output_layer_whose_weight_is_computed_is_not_hidden() -> None:
@@ -91,6 +97,16 @@ def test_both_are_groups_of_an_optimizer() -> None:
     model(torch.arange(16)).square().mean().backward()
     optimizer.step()
     assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("is_empty_first", [True, False])
+def test_an_empty_group_goes_with_named_ones(is_empty_first: bool) -> None:
+    """As they are where an optimizer is made of another's groups."""
+    empty, named = {"params": [], "param_names": []}, {"params": [nn.Parameter(torch.ones(3))], "param_names": ["w"]}
+    optimizer = DeMo([empty, named] if is_empty_first else [named, empty])
+    assert sorted(group["param_names"] for group in optimizer.param_groups) == [[], ["w"]]
+    with pytest.raises(ValueError, match="with/without names"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
 @pytest.mark.parametrize(

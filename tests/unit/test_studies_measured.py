@@ -307,5 +307,5 @@ def test_the_frontier_measures_the_steps_of_what_it_trains(one: Contender) -> No
     cell = a_cell(one.name, frontier.LINK, 1.0, 0.1)
     settings = asdict(method.lab_config(trial.recipe, 2, 1).optim)
     assert frontier.is_of(replace(cell, settings=settings), trial.facts)
-    other = {**settings, "balance": 0.9, "bucket_mb": 7.0}
-    assert trial.optimizer != "demo" or not frontier.is_of(replace(cell, settings=other), trial.facts)
+    for name, other in (("balance", 0.9), ("chunk", 48), ("bucket_mb", 7.0), ("rank", 77), ("overlap", True)):
+        assert not frontier.is_of(replace(cell, settings={**settings, name: other}), trial.facts), name

@@ -80,15 +80,16 @@ def measure(network: Network, *, every_pair: bool = False, pairs: Sequence[tuple
     for number, (source, target) in enumerate(neighbours(network.num_hosts) if pairs is None else pairs):
         kind = (number % 2, *_kind(network.layout, source, target))
         with_rate = every_pair or pairs is not None or kind not in kinds
+        row: Row | None = None
         for tries_left in reversed(range(_NUM_TRIES)):
             try:
                 row = _measure(network, source, target, with_rate)
             except LabError:
-                if not tries_left:
+                if row is None and not tries_left:
                     raise
-                continue
-            if row.problem is None:
+            if row is not None and row.problem is None:
                 break
+        assert row is not None
         yield row
         kinds.add(kind)
 

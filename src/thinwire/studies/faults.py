@@ -61,7 +61,8 @@ def _outcomes(rows: Sequence[Row]) -> dict[tuple[str, str, float], Outcome]:
 
 def _outcome(case: Case, rows: Sequence[Row]) -> Outcome | None:
     usual = [row for row in rows if row["trial"]["settings"].get("lr") == case.contender.rate]
-    return outcome(case.contender, rows if case.kind == _LATE_TUNED else usual)
+    found = outcome(case.contender, rows if case.kind == _LATE_TUNED else usual)
+    return None if found is not None and case.kind == _LATE_TUNED and found.tries == 1 else found
 
 
 def _find(rows: Sequence[Row], results: Path) -> Finding:
@@ -69,8 +70,11 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
     for (name, kind, share), one in found.items():
         trouble = f"{_WORDS[kind]}, {share:.0%} of steps" if share else kind or "none"
         calm = found.get((name, "", 0.0))
-        lines.append((f"{name} rule", trouble, one.words, "" if calm is None else f"{one.mean - calm.mean:+.3f}"))
-    return Finding(table(("update", "trouble", "loss", "beside none"), lines, 2), _claims(found), _answer(found))
+        beside = "" if calm is None else f"{one.mean - calm.mean:+.3f}"
+        lines.append((f"{name} rule", trouble, one.words, beside, f"{one.rate:g}", one.tries_words))
+    heads = ("update", "trouble", "loss", "beside none", "learning rate", "rates tried")
+    words = "The learning rate is that of no trouble, or chosen by the first seed, which others may not bear out."
+    return Finding(f"{table(heads, lines, 2)}\n\n{words}", _claims(found), _answer(found))
 
 
 def _answer(found: dict[tuple[str, str, float], Outcome]) -> str:

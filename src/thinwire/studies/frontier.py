@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,10 +186,11 @@ class Point:
         return 3 if self.is_balanced else {"sign": 1, "muon": 2}.get(self.rule, 4)
 
     def is_late_beside(self, other: "Point") -> bool:
-        """Whether the other ends lower in less time, both measured."""
+        """Whether the other ends no higher in no more time, both measured, and not the same in both."""
         if self.seconds is None or other.seconds is None:
             return False
-        return other.loss < self.loss and other.seconds < self.seconds
+        mine, others = (self.loss, self.seconds), (other.loss, other.seconds)
+        return mine != others and other.loss <= self.loss and other.seconds <= self.seconds
 
     def is_beaten_by(self, other: "Point") -> bool:
         """In loss without more bytes, or in bytes without more loss."""
@@ -237,7 +238,7 @@ def _point(name: str, one: Outcome, measured: Mapping[tuple[str, str], Cell]) ->
 
 def is_of(cell: Cell, trial: Mapping[str, Any]) -> bool:
     """Whether the steps that were measured are those of this training, whatever recipes have become in between."""
-    trained = Trial(trial["recipe"], trial["replicas"], trial["optimizer"], trial["settings"]).all_settings
+    trained = asdict(Trial(trial["recipe"], trial["replicas"], trial["optimizer"], trial["settings"]).config.optim)
     return all(cell.settings[name] == trained[name] for name in cell.settings.keys() & trained.keys() - _NOT_OF_A_STEP)
 
 

@@ -32,7 +32,9 @@ _PLACES = [(round(far * cos(turn * pi), 1), round((far + 2) * sin(turn * pi), 1)
 _FAR = 14.0
 # What a distance of one is worth in square points that are covered: of those places that cover nothing the nearest is taken.
 _NEARNESS = np.array([0.05 * hypot(*place) for place in _PLACES])
-_ROUNDS = 4
+# How much worse it is to cover a name than a mark.
+_NAME_ON_NAME = 4.0
+_ROUNDS = 8
 # What is tried for the name of a level: how much of the free width is left of it.
 _SHARES = (0.0, 1.0, 0.5, 0.25, 0.75)
 # A name may stand so far above the panel: below its title there is room.
@@ -71,7 +73,7 @@ def label_points(axes: "Axes", points: Sequence[Named], spread: Sequence[tuple[f
     for _ in range(_ROUNDS):
         for mine, boxes in enumerate(tried):
             others = [tried[other][one] for other, one in enumerate(best) if one is not None and other != mine]
-            best[mine] = int(np.argmin(costs[mine] + _covered(boxes, others)))
+            best[mine] = int(np.argmin(costs[mine] + _NAME_ON_NAME * _covered(boxes, others)))
     for point, one in zip(points, best, strict=True):
         _write(axes, point, _PLACES[one or 0])
 

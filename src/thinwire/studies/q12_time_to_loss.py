@@ -27,8 +27,8 @@ _READING = (
     "the stated rate and round trip (`unshaped`: the machine's own, some 26 Gbit/s). Seconds are steps to the loss, at the "
     "learning rate that gets there first, times the lab's median seconds of a step on the link. A synchronous method's "
     "steps do not depend on its link, so they come from training two replicas on a GPU. `adamw-bf16`, DDP with gradients in "
-    "bfloat16, was not trained there: it is given AdamW's steps, since rounding changed AdamW's loss by 0.001 in the study "
-    "frontier. A link of 10 Gbit/s, more than two hosts to a loss, and steps on GPUs are not measured."
+    "bfloat16, was not trained there: it is given AdamW's curve, as both end alike in the study frontier. A link of "
+    "10 Gbit/s, more than two hosts to a loss, and steps on GPUs are not measured."
 )
 _WHOLE = (
     "**Whole runs.** Two hosts trained from the first step to the loss, over the link all the time, one method after the "

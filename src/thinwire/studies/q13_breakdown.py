@@ -23,7 +23,8 @@ _READING = (
     "Milliseconds of a step of `gpt-10m` with two hosts, a CPU core each, on the lab's links: means over steps and hosts. "
     "*Hidden* is exchange that ran while backward did, *exposed* what was waited for; *apply* is decoding and the update. "
     "For AdamW and PowerSGD, encoding is a part of *backward* and *exposed*, since it happens inside DDP and its hooks, and "
-    "the update is *other*. All parts but *hidden* add up to the mean step."
+    "the update is *other*. All parts but *hidden* add up to the mean step. A method's own "
+    "work is *encode*, *apply* and *other*."
 )
 _GPU = (
     "**On a GPU** (H200, the paper's 1B model of 1,177 M parameters, k 32, milliseconds of the local step, no network). "
@@ -63,7 +64,7 @@ def _answer(measured: Mapping[tuple[str, str], Cell], steps: Sequence[Row], late
         where = f"only {' and '.join(eaten)}" if eaten else "no"
         leads += [f"with the {words} {where}"] if gains else []
         parts = [
-            f"{link_words(link)} {1e3 * saved:,.0f} ms less waiting for {1e3 * cost:,.0f} ms more of all else"
+            f"{link_words(link)} {1e3 * saved:,.0f} ms less waiting for {1e3 * cost:,.0f} ms more of its own work"
             for link, (saved, cost) in gains.items()
         ]
         sentences += [f"Beside AdamW, a step of DeMo with the {words} has {'; '.join(parts)}."] if parts else []

@@ -12,6 +12,7 @@ from thinwire.studies.study import Claim, Finding, Study, table
 from thinwire.studies.trials import Row
 
 SOURCE = "lab_overlap"
+_NUM_HOSTS = 2
 
 
 class Pair(NamedTuple):
@@ -30,7 +31,7 @@ _READING = (
     "measured, one after the other. *After* sends when backward is over (and DeMo then clips gradients, which takes some "
     "milliseconds; DDP has one bucket for all gradients), *overlap* while it runs. *Perfect* is computed: what is not "
     "waiting, or all bytes at the measured rate of the link, round trips not counted, whichever is longer; no DDP can be "
-    "faster with these bytes."
+    "faster with these bytes. What DDP hides is not measured."
 )
 
 
@@ -66,15 +67,16 @@ class Reading(NamedTuple):
     def is_shortened(self, pair: Pair, link: str) -> bool:
         """Whether overlap made the step shorter in every round."""
         after, overlapped = (self.by_round[name, link] for name in (pair.after, pair.overlapped))
-        return all(overlapped[turn].seconds < after[turn].seconds for turn in overlapped.keys() & after.keys())
+        is_paired = overlapped.keys() == after.keys()
+        return is_paired and all(overlapped[turn].seconds < after[turn].seconds for turn in overlapped)
 
 
 def read(results: Path) -> Reading:
     """All of it."""
     by_round: dict[tuple[str, str], dict[int, Cell]] = {}
-    for cell in rounds(results, SOURCE):
+    for cell in (cell for cell in rounds(results, SOURCE) if cell.num_hosts == _NUM_HOSTS):
         by_round.setdefault((cell.method, cell.link), {})[cell.round] = cell
-    return Reading(cells(results, source=SOURCE), by_round)
+    return Reading(cells(results, _NUM_HOSTS, SOURCE), by_round)
 
 
 def _find(rows: Sequence[Row], results: Path) -> Finding:
@@ -85,23 +87,10 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
     for link in reading.links:
         for what, pair in _PAIRS.items():
             perfect = f"{perfect_overlap(reading.measured[pair.overlapped, link]):.2f}" if what in _DENSE else ""
-            hidden, exposed = (
-                f"{seconds:.2f}"
-                for seconds in (
-                    reading.measured[pair.overlapped, link].hidden,
-                    reading.measured[pair.overlapped, link].parts["exposed"],
-                )
-            )
-            lines.append(
-                (
-                    link,
-                    what,
-                    *(reading.words(name, link) for name in (pair.after, pair.overlapped)),
-                    perfect,
-                    hidden,
-                    exposed,
-                )
-            )
+            cell = reading.measured[pair.overlapped, link]
+            hidden = "" if what in _DENSE else f"{cell.hidden:.2f}"
+            both = (reading.words(name, link) for name in (pair.after, pair.overlapped))
+            lines.append((link, what, *both, perfect, hidden, f"{cell.parts['exposed']:.2f}"))
     heads = ("link", "method", "after", "overlap", "perfect (computed)", "hidden", "exposed")
     text = f"{_READING} {ours_in_words(reading.measured)}\n\n{table(heads, lines, 2)}"
     return Finding(text, _claims(reading), _answer(reading))
@@ -141,8 +130,9 @@ def _claims(reading: Reading) -> list[Claim]:
             for link in reading.links
         }
         longer = [link for link in reading.links if not reading.is_shortened(pair, link)]
-        text = f"overlap shortens the step of {what} on every link in every round, in the median by up to"
-        text += f" {1e3 * max(saved.values()):.0f} ms" + (f"; not on {', '.join(longer)}" if longer else "")
+        text = f"overlap shortens the step of {what} on every link in every round"
+        text += f", in the median by up to {1e3 * max(saved.values()):.0f} ms" if max(saved.values()) > 0 else ""
+        text += f"; not on {', '.join(longer)}" if longer else ""
         claims.append(Claim(text, not longer))
     slowest = next((link for link in RATES if link in reading.links), None)
     if slowest is not None:

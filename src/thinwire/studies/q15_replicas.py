@@ -115,12 +115,12 @@ def _answer(found: dict[tuple[str, str], dict[int, Outcome]]) -> str:
     }
     gains = {method: mine[min(mine)].mean - mine[max(mine)].mean for method, mine in of_all.items()}
     kinds = {
-        f"changes by less than {_LITTLE}": [method for method, gain in gains.items() if abs(gain) < _LITTLE],
-        "ends higher": [method for method, gain in gains.items() if gain <= -_LITTLE],
-        "ends lower": [method for method, gain in gains.items() if gain >= _LITTLE],
+        f"within {_LITTLE} of fewer": [method for method, gain in gains.items() if abs(gain) < _LITTLE],
+        "higher": [method for method, gain in gains.items() if gain <= -_LITTLE],
+        "lower": [method for method, gain in gains.items() if gain >= _LITTLE],
     }
-    changes = "; ".join(f"the {' and the '.join(methods)} {what}" for what, methods in kinds.items() if methods)
-    lead = f"With the same batch for all and more replicas, {changes}. " if changes else ""
+    changes = "; ".join(f"{what} with the {' and the '.join(methods)}" for what, methods in kinds.items() if methods)
+    lead = f"With the same batch for all, more replicas end {changes}. " if changes else ""
     return f"{lead}Last losses by the number of replicas. {'. '.join(part[0].upper() + part[1:] for part in parts)}."
 
 

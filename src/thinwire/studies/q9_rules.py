@@ -93,12 +93,9 @@ def _answer(found: dict[str, Outcome]) -> str:
     order = sorted(found.items(), key=lambda pair: pair[1].mean)
     rules = [name for name, _ in order if name.endswith(" rule")]
     below, above = ([name for name in rules if test(found[name], found["sign rule"])] for test in (is_below, _is_above))
-    words = [f"the {', '.join(names)} {what}" for what, names in (("ends lower", below), ("ends higher", above)) if names]
-    lead = (
-        f"It depends on the rule. With every seed, beside the sign rule, {'; '.join(words)}"
-        if words
-        else "No rule is apart from the sign rule"
-    )
+    words = [f"{what} with the {' and the '.join(names)}" for what, names in (("lower", below), ("higher", above)) if names]
+    lead = f"With every seed it ends {', and '.join(words)}, than with the sign rule" if words else "All rules end alike"
+    lead += "" if len(below) == len(rules) - 1 else ": it depends on the rule"
     return f"{lead}. From the lowest loss to the highest: {', '.join(f'{name} {one.words}' for name, one in order)}."
 
 

@@ -215,6 +215,7 @@ def _find(rows: Sequence[Row], results: Path) -> Finding:
     for set_up, by_name in found.items():
         if _SIGN in by_name and _ADAMW in by_name:
             lead += f". With the sign rule it is {by_name[_SIGN].mean - by_name[_ADAMW].mean:+.3f} beside AdamW, {set_up}"
+    lead = lead if below else "Nothing is compared yet"
     answer = f"{lead}. {' '.join([*sentences, *_twice_seen(rows)])}" if claims else ""
     count = (
         "*Fewer bytes* is what is sent, against one copy of the gradients in 16 bits, of which a ring all-reduce among four "
@@ -236,7 +237,7 @@ def _twice_seen(rows: Sequence[Row]) -> list[str]:
         ]
         if losses := [row["loss"] for row in mine if row["loss"] is not None]:
             least = min(loss for row in mine for _, loss in row["curve"])
-            words.append(f"{method} ends at {min(losses):.3f} at best, and has had {least:.3f} on the way")
+            words.append(f"{method} ends at {min(losses):.3f} at best, and the least on the way of any run is {least:.3f}")
     if len(words) < 2:
         return []
     text = "On the standard library's source alone, which so many steps see some three times, and before there was balance"

@@ -20,7 +20,8 @@ from thinwire.studies.trials import Rows
 # What stores the rows that are no study's own.
 MADE_BY = {
     "lab": "thinwire lab compare",
-    "lab_overlap": "thinwire lab compare --rounds 3",
+    "lab_overlap": "thinwire lab compare --methods adamw adamw-after adamw-bf16 adamw-bf16-after demo demo-after demo-muon "
+    "demo-muon-after --hosts 2 --links 10mbit 100mbit 1gbit 10mbit,80ms 100mbit,80ms 1gbit,80ms --rounds 3",
     "lab_losses": "python benchmarks/lab_losses.py",
     "frontier_links": "python benchmarks/frontier_links.py",
     "lab_runs": "python benchmarks/lab_runs.py",

@@ -13,11 +13,14 @@ _USUAL_BETA1 = 0.9
 
 def setup_in_words(rows: Sequence[Row]) -> list[str]:
     """Sentences; none for rows of no trials."""
-    mine = [row for row in rows if "trial" in row and row["trial"]["recipe"] in RECIPES]
+    mine = [row for row in rows if "trial" in row and "parameters" in row and row["trial"]["recipe"] in RECIPES]
     if not mine:
         return []
     configs = list(_configs(mine))
-    sizes = _range(f"{row['parameters'] / 1e6:.2g} M" for row in sorted(mine, key=lambda row: int(row["parameters"])))
+    sizes = _range(
+        f"{float(format(row['parameters'] / 1e6, '.2g')):g} M"
+        for row in sorted(mine, key=lambda row: int(row["parameters"]))
+    )
     steps = _range(f"{steps:,}" for steps in sorted({config.schedule.steps for config in configs}))
     replicas = _range(str(count) for count in sorted({row["trial"]["replicas"] for row in mine}))
     data = " and ".join(f"`{name}`" for name in sorted({config.data.dataset for config in configs}))

@@ -32,7 +32,7 @@ def refuse_unread(asked: OptimConfig, arguments: Iterable[str]) -> None:
     """An error if a flag among these arguments would change nothing. What a file says is let be: that of a run has every
     setting there is."""
     flags = (argument.partition("=")[0] for argument in arguments if argument.startswith("--"))
-    given = {flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags}
+    given = {flag.removeprefix("--").replace("-", "_").removeprefix("no_") for flag in flags}
     for name, readers in READERS.items():
         if name in given and asked.optimizer not in readers:
             instead = f"use --optimizer {readers[0]}" if len(readers) == 1 else f"use one of {', '.join(readers)}"

@@ -61,6 +61,19 @@ def test_what_is_not_as_asked_for_is_measured_again(
     assert (row.problem is None) == is_believed
 
 
+def test_a_bad_row_is_kept_if_the_last_try_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad, found = replace(GOOD, rate_bits=104e6), iter([1, 2])
+
+    def measured(*_: object) -> Row:
+        if next(found, None) is None:
+            raise LabError("it took too long")
+        return bad
+
+    monkeypatch.setattr(verify, "_measure", measured)
+    network = cast(Network, SimpleNamespace(layout=Layout((parse_link("100mbit"),) * 4)))
+    assert list(verify.measure(network, pairs=[(2, 3)])) == [bad]
+
+
 @pytest.mark.parametrize("num_failed", [2, 3])
 def test_a_measurement_that_fails_is_made_again(num_failed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Row | LabError] = [*[LabError("it took too long")] * num_failed, GOOD]

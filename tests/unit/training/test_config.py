@@ -220,6 +220,8 @@ def test_flags_that_the_optimizer_does_not_read_are_refused() -> None:
         train.parse(["quickstart", "--optimizer", "adamw", "--topk=64"])  # as the recipe has it
     with pytest.raises(TrainingError, match=r"--exact-decode would change nothing .* or use --optimizer demo"):
         train.parse(["quickstart", "--optimizer", "adamw", "--no-exact-decode"])
+    with pytest.raises(TrainingError, match="--exact-decode would change nothing"):
+        train.parse(["quickstart", "--optimizer", "adamw", "--no_exact_decode"])
     with pytest.raises(TrainingError, match="--levels would change nothing with optimizer=demo"):
         train.parse(["quickstart", "--levels", "5"])
     assert train.parse(["quickstart", "--optimizer", "sparseloco", "--topk", "16"]).settings.optim.topk == 16
