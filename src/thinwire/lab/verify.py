@@ -80,18 +80,23 @@ def measure(network: Network, *, every_pair: bool = False, pairs: Sequence[tuple
     for number, (source, target) in enumerate(neighbours(network.num_hosts) if pairs is None else pairs):
         kind = (number % 2, *_kind(network.layout, source, target))
         with_rate = every_pair or pairs is not None or kind not in kinds
-        row: Row | None = None
-        for tries_left in reversed(range(_NUM_TRIES)):
-            try:
-                row = _measure(network, source, target, with_rate)
-            except LabError:
-                if row is None and not tries_left:
-                    raise
-            if row is not None and row.problem is None:
-                break
-        assert row is not None
-        yield row
+        yield _measure_again(network, source, target, with_rate)
         kinds.add(kind)
+
+
+def _measure_again(network: Network, source: int, target: int, with_rate: bool) -> Row:
+    """The first row that is as asked for, of a few tries, or else the last; an error only if all of them failed."""
+    row, failure = None, LabError("nothing was measured")
+    for _ in range(_NUM_TRIES):
+        try:
+            row = _measure(network, source, target, with_rate)
+        except LabError as error:
+            failure = error
+        if row is not None and row.problem is None:
+            break
+    if row is None:
+        raise failure
+    return row
 
 
 def neighbours(num_hosts: int) -> list[tuple[int, int]]:

@@ -11,9 +11,9 @@ from thinwire.studies.results import best_folder
 from thinwire.studies.settings import rules_in_words
 from thinwire.studies.tuning import tries_in_words
 
-DEMO, DEMO_AFTER, DEMO_MUON, ADAMW, ADAMW_AFTER = "demo", "demo-after", "demo-muon", "adamw", "adamw-after"
+DEMO, DEMO_MUON, ADAMW = "demo", "demo-muon", "adamw"
 # Those of this project; all others are peers.
-OURS = (DEMO, DEMO_AFTER, DEMO_MUON)
+OURS = (DEMO, "demo-after", DEMO_MUON, "demo-muon-after")
 # The styles of the two kinds, in figures that name every point.
 KINDS = {0: "other methods", 1: "DeMo"}
 # The lab's links without delay, slowest first, and their rates in Mbit/s.

@@ -133,7 +133,8 @@ def _answer(found: dict[str, Outcome]) -> str:
         if not by_topk:
             continue
         best = min(by_topk, key=lambda topk: by_topk[topk].mean)
-        beats += [is_below(by_topk[best], found[name]) for name in (ADAMW, ADAMW_SEARCHED) if name in found]
+        adamw = [found[name] for name in (ADAMW, ADAMW_SEARCHED) if name in found]
+        beats += [all(is_below(by_topk[best], one) for one in adamw)] if adamw else []
         few, many = (by_topk[topk].rows[0]["memory"] for topk in (min(by_topk), max(by_topk)))
         parts.append(
             f"with the {update} rule k = {best} is best, {by_topk[best].mean:.3f}, and the residual is {few:.1f} gradients "
@@ -142,7 +143,7 @@ def _answer(found: dict[str, Outcome]) -> str:
     if not parts:
         return ""
     dense = ", ".join(f"{name} {found[name].mean:.3f}" for name in (ADAMW, ADAMW_SEARCHED, *SIGNUM, MUON) if name in found)
-    lead = "It can" if beats and all(beats) else "With some it can" if any(beats) else "Here it does not"
+    lead = "It can" if beats and all(beats) else "With some rules it can" if any(beats) else "Here it does not"
     return (
         f"{lead}, since what is sent is not Signum: signs of coefficients, averaged and transformed back, are a direction "
         f"with sizes, and k decides how much of the past stays in the residual. In these rows {'; '.join(parts)}. "

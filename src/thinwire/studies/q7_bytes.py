@@ -230,8 +230,9 @@ def _words(reading: Reading) -> str:
         times = ", ".join(f"{_milli(reading.adamw_linked(link))} ms over {name}" for name, link in _LINKS.items())
         alone = f"AdamW with gradients in bfloat16: {_milli(reading.adamw_local)} ms alone"
         parts.append(f"{alone}, {times}; its exchange hides behind nothing either.")
-    for one in list(reading.adamw.values())[:1]:
-        parts.append(f"Losses are those of q4 and q5, after {one.rows[0]['trial']['settings']['steps']} steps.")
+    if reading.adamw:
+        trained = next(iter(reading.adamw.values())).rows[0]["trial"]
+        parts.append(f"Losses are those of q4 and q5, after {trained['settings']['steps']} steps.")
     if not reading.losses:
         parts.append("There are no losses of q4 and q5 for this size of model yet.")
     return " ".join(parts)

@@ -94,8 +94,9 @@ def _answer(found: dict[str, Outcome]) -> str:
     rules = [name for name, _ in order if name.endswith(" rule")]
     below, above = ([name for name in rules if test(found[name], found["sign rule"])] for test in (is_below, _is_above))
     words = [f"{what} with the {' and the '.join(names)}" for what, names in (("lower", below), ("higher", above)) if names]
-    lead = f"With every seed it ends {', and '.join(words)}, than with the sign rule" if words else "All rules end alike"
-    lead += "" if len(below) == len(rules) - 1 else ": it depends on the rule"
+    kind = "It depends on the rule" if above or len(below) < len(rules) - 1 else "Yes"
+    seeds = f"every seed ends {', and '.join(words)}, than with the sign rule" if words else "all end as with the sign rule"
+    lead = f"{kind if words else 'Yes'}: {seeds}"
     return f"{lead}. From the lowest loss to the highest: {', '.join(f'{name} {one.words}' for name, one in order)}."
 
 
