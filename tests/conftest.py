@@ -1,6 +1,7 @@
 """Settings that hold for every test."""
 
 import os
+from collections.abc import Iterator
 
 # Some CPUs stop with SIGILL in oneDNN's bfloat16 matrix products; set before the first one, and inherited by children.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
@@ -30,6 +31,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def one_thread() -> None:
     """A run in this process may have set more, which wait for each other for long where tests share the cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """What a test, or a library in it (Lightning sets `OMP_NUM_THREADS`), writes into the environment ends with it."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

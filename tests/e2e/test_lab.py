@@ -32,7 +32,10 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     wait_until_gone(text, but=[os.getpid()])
 
 
-def test_a_command_runs_once_per_host_over_links_that_were_measured(tmp_path: Path, mark: str) -> None:
+def test_a_command_runs_once_per_host_over_links_that_were_measured(
+    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # a number given from outside wins
     script = f'{WHO}; touch "$RANK"; echo "$OMP_NUM_THREADS" >> threads; ip -o -4 addr show veth0 > "address$RANK"'
     found = thinwire("lab", "run", "--hosts", "3", "--link", "1gbit", "--", "sh", "-c", script, cwd=tmp_path)
     assert found.returncode == 0, found.stderr
