@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from tests.lab import kill_owner, marked, namespaces, owners, wait_until_gone, wait_until_left
-from thinwire.lab import support
+from thinwire.lab import inside, support
 from thinwire.lab.errors import LabError
+from thinwire.lab.holder import INTERPRETER, SCRIPT
 from thinwire.lab.layout import Island, address
 from thinwire.lab.network import Network
 from thinwire.lab.verify import verify
@@ -226,6 +227,19 @@ def test_nothing_is_left_of_twenty_that_were_killed_at_random_moments(mark: str)
     wait_until_left(seen)
 
 
+def test_a_namespace_whose_holder_is_about_to_end_is_left_again() -> None:
+    """As by a command that was starting when its owner was stopped, and that nobody would end."""
+    script = "import os, sys, time; from thinwire.lab import inside; inside._call('unshare', inside._CLONE_NEWNET); "
+    script += "inside._call('prctl', inside._PR_SET_NAME, sys.argv[1].encode()); print(flush=True); time.sleep(100)"
+    for name, said in ((inside._HOLDING, "inside\n"), (inside._ENDING, "")):
+        with subprocess.Popen([sys.executable, "-c", script, name], stdout=subprocess.PIPE, text=True) as holder:
+            line_of(holder)
+            command = [*INTERPRETER, str(SCRIPT), "enter", str(holder.pid), "0", "--", "echo", "inside"]
+            found = subprocess.run(command, capture_output=True, text=True, check=False)
+            holder.kill()
+        assert (found.returncode, found.stdout, found.stderr) == (0 if said else 137, said, "")
+
+
 def check_until_noticed(network: Network) -> None:
     for _ in range(1000):
         network.check()
@@ -250,10 +264,11 @@ def test_a_relay_that_dies_is_noticed() -> None:
 
 
 def test_no_namespace_has_a_name() -> None:
+    names = Path("/run/netns")
+    before = {path.name for path in names.glob("*")}
     with Network(links("10mbit;10mbit")) as network:
         assert network.counters(0).wire_sent_bytes == 0
-        names = Path("/run/netns")
-        assert not names.exists() or not any(names.iterdir())
+        assert {path.name for path in names.glob("*")} <= before
 
 
 def test_measuring_one_host_measures_nothing() -> None:

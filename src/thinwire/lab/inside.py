@@ -19,7 +19,9 @@ import sys
 import time
 
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+# What a holder is called in /proc while others may enter.
+_HOLDING, _ENDING = "thinwire-holds", "thinwire-ends"
 # Where iproute2 may be besides PATH, which for users other than root often lacks it.
 SYSTEM_FOLDERS = "/usr/local/sbin:/usr/sbin:/sbin:/usr/bin:/bin"
 _COMMAND_SECONDS = 30.0
@@ -35,6 +37,7 @@ def hold() -> int:
     outside = os.stat("/proc/self/ns/net").st_ino
     _call("unshare", _CLONE_NEWNET)
     inside = os.stat("/proc/self/ns/net").st_ino
+    _call("prctl", _PR_SET_NAME, _HOLDING.encode())
     _reply({"ready": os.getpid()})
     try:
         for line in sys.stdin:
@@ -42,6 +45,7 @@ def hold() -> int:
             _reply(_write(asked["write"]) if "write" in asked else _run(asked["argv"], asked.get("input", "")))
     except (BrokenPipeError, KeyboardInterrupt):
         pass
+    _call("prctl", _PR_SET_NAME, _ENDING.encode())
     if inside != outside:
         sweep(inside)
     return 0
@@ -101,12 +105,17 @@ def _namespace_of(pid: int) -> int:
 
 
 def enter(pid: int) -> None:
-    """Move this process into the network namespace of another."""
+    """Move this process into the network namespace of a holder that is not about to end."""
     namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         _call("setns", namespace, _CLONE_NEWNET)
     finally:
         os.close(namespace)
+    # Looked at only now: whoever was in there before the holder began to end is found by its `sweep`.
+    with open(f"/proc/{pid}/comm") as file:
+        name = file.read().strip()
+    if name != _HOLDING:
+        os._exit(137)
 
 
 def die_with(owner: int) -> None:
@@ -125,7 +134,7 @@ def as_root() -> None:
             file.write(text)
 
 
-def _call(name: str, *arguments: int) -> None:
+def _call(name: str, *arguments: int | bytes) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*arguments) != 0:
         number = ctypes.get_errno()
