@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import random
 import select
 import signal
 import socket
@@ -46,10 +47,12 @@ def torchrun_sets(rank: int, number: int, port: int, machines: int = 1) -> dict[
 
 
 def free_port() -> int:
-    """A port that nobody has."""
-    with socket.socket() as unused:
-        unused.bind(("localhost", 0))
-        return int(unused.getsockname()[1])
+    """A port that nobody has, and that the system gives to nobody who asks for any: it is bound only seconds later."""
+    while True:
+        with socket.socket() as unused, contextlib.suppress(OSError):
+            port = random.SystemRandom().randrange(20_000, 32_000)
+            unused.bind(("localhost", port))
+            return port
 
 
 def replicas(
@@ -136,6 +139,14 @@ class Terminal:
             return False
         self.text += piece.decode(errors="replace")
         return bool(piece)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended, also where nobody takes notice of those that have."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def children_of(pid: int) -> list[int]:

@@ -10,6 +10,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# What a person's terminal, launcher or git says must decide no test: neither widths nor colours, ranks nor signed commits.
+_OUTSIDE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_OUTSIDE |= {"COLUMNS", "LINES", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"}
+for _name in [name for name in os.environ if name in _OUTSIDE or name.startswith("GIT_")]:
+    del os.environ[_name]
+os.environ |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+
 # Without a GPU the kernels run in Triton's interpreter, which must be chosen before they are imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -76,9 +76,10 @@ def wait_until_gone(mark: str, but: Collection[int] = (), seconds: float = 20.0)
     """Until no process has this mark."""
     deadline = time.monotonic() + seconds
     while left := set(marked(mark)).difference(but):
-        lines = [
-            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in left if Path(f"/proc/{pid}").exists()
-        ]
+        lines = []
+        for pid in left:
+            with contextlib.suppress(OSError):  # it has just ended
+                lines.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" "))
         assert time.monotonic() < deadline, f"still there: {lines}"
         time.sleep(0.02)
 

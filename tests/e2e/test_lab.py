@@ -78,12 +78,17 @@ def test_a_kill_of_the_program_leaves_nothing(tmp_path: Path, mark: str) -> None
     process.stdout.close()
 
 
-def check_as(prefix: list[str], python: str) -> None:
+def readable_everywhere() -> dict[str, str]:
+    """An environment in which another Python than that of the tests finds their packages."""
     source = str(Path(support.__file__).parents[2])
-    packages = os.pathsep.join([source, sysconfig.get_paths()["purelib"]])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([source, sysconfig.get_paths()["purelib"]])}
+
+
+def check_as(prefix: list[str], python: str) -> None:
     command = [*prefix, python, "-m", "thinwire", "lab", "check", "--link", "50mbit,20ms"]
-    env = {**os.environ, "PYTHONPATH": packages}
-    found = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=100, check=False, env=env)
+    found = subprocess.run(
+        command, cwd="/", capture_output=True, text=True, timeout=100, check=False, env=readable_everywhere()
+    )
     assert found.returncode == 0, found.stderr
     assert "namespaces: yes, as root of a user namespace" in found.stdout
     assert re.search(r"0 -> 1 .* 47\.8 Mbit/s .* 20 ms .* good", found.stdout)
@@ -95,11 +100,11 @@ def test_without_root_a_user_namespace_does(mark: str) -> None:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     for python in (sys.executable, f"/usr/bin/{version}"):
         # The first exec still has root's rights on the way to the file.
-        probe = [*somebody, "sh", "-c", f"exec {python} -V"]
-        if subprocess.run(probe, capture_output=True, check=False).returncode == 0:
+        probe = [*somebody, "sh", "-c", f"exec {python} -c 'import thinwire.cli'"]
+        if subprocess.run(probe, cwd="/", capture_output=True, check=False, env=readable_everywhere()).returncode == 0:
             check_as(somebody, python)
             return
-    # No such program for others than root: then root without its rights.
+    # No program or no source that others than root may read: then root without its rights.
     check_as(["setpriv", "--bounding-set=-sys_admin,-net_admin", "--inh-caps=-sys_admin,-net_admin"], sys.executable)
 
 

@@ -17,7 +17,7 @@ from filelock import FileLock
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.cli import PROGRAM, TINY, Terminal, children_of, free_port, kill_all, replicas, thinwire
+from tests.cli import PROGRAM, TINY, Terminal, children_of, free_port, is_running, kill_all, replicas, thinwire
 
 STEPS = 24
 ONE = ["train", "quickstart", *TINY, "--steps", str(STEPS), "--eval-every", "8", "--checkpoint-every", "6"]
@@ -140,7 +140,7 @@ def test_ctrl_c_in_a_terminal_saves_and_ends_all(reference: Reference, tmp_path:
     found = re.search(r"stopped after step (\d+), with a checkpoint", terminal.text)
     assert found is not None, terminal.text
     assert "go on with: thinwire train --resume run" in terminal.text
-    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+    assert not [pid for pid in started if is_running(pid)]
     run = json.loads((tmp_path / "run" / "checkpoints" / "last" / "replica-1" / "run.json").read_text())
     assert run["step"] == int(found[1]) < STEPS
     done = replicas("train", "--resume", "run", cwd=tmp_path)
@@ -162,7 +162,7 @@ def test_replicas_stop_when_their_launcher_is_killed(tmp_path: Path) -> None:
     assert "another run is writing to this folder" in second.stderr
     process.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in started):
+    while any(is_running(pid) for pid in started):
         assert time.monotonic() < deadline, "replicas go on without their launcher"
         time.sleep(0.2)
     assert (tmp_path / "run" / "checkpoints" / "last" / "replica-1" / "run.json").exists()

@@ -189,7 +189,7 @@ def test_few_signs_are_not_those_of_real_arithmetic(combine: str, num_replicas: 
             step.apply_(plan.buckets[0], [group_step("sgd")], payloads_RB, Decoding(combine, is_exact))
         directions.append(local.parameter)
     exact, real = directions
-    assert (exact.sign() != real.sign()).double().mean() < 0.006
+    assert (exact.sign() != real.sign()).double().mean() < 0.008  # of 3,000 draws the most was 0.0061, with 4 replicas
     # Random inputs: of 60 draws the least was 0.99992, with 4 replicas.
     assert torch.cosine_similarity(exact.flatten(), real.flatten(), dim=0) > 0.9998
 

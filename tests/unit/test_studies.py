@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cli import is_running
 from thinwire import cli
 from thinwire.options import RECOMMENDED_OPTIONS
 from thinwire.studies import questions, recipe, search
@@ -124,7 +125,7 @@ def test_workers_end_with_a_study_that_is_killed(tmp_path: Path) -> None:
         worker = int(owner.stdout.readline())
         owner.kill()
     for _ in range(100):
-        if not Path(f"/proc/{worker}").exists() or "(zombie)" in Path(f"/proc/{worker}/status").read_text():
+        if not is_running(worker):
             return
         time.sleep(0.1)
     os.kill(worker, signal.SIGKILL)
