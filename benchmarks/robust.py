@@ -115,10 +115,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(1)  # replicas are threads already
-    base = recipes.build("quickstart")  # without balance, as the stored rows
+    base = recipes.build("quickstart")
     base = replace(
         base,
-        optim=replace(base.optim, balance=0.0),
+        optim=replace(base.optim, balance=0.0),  # as in the stored rows
         model=replace(base.model, layers=2, width=64, heads=2, mlp_width=192),
         data=replace(base.data, sequence=64),
         schedule=replace(base.schedule, steps=options.steps),

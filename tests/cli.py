@@ -48,11 +48,11 @@ def torchrun_sets(rank: int, number: int, port: int, machines: int = 1) -> dict[
 
 def free_port() -> int:
     """A port that nobody has, and that the system gives to nobody who asks for any: it is bound only seconds later."""
-    while True:
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
         with socket.socket() as unused, contextlib.suppress(OSError):
-            port = random.SystemRandom().randrange(20_000, 32_000)
             unused.bind(("localhost", port))
             return port
+    raise OSError("a hundred ports from 20000 to 32000 were tried, and none can be bound")
 
 
 def replicas(

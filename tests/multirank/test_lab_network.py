@@ -229,14 +229,16 @@ def test_nothing_is_left_of_twenty_that_were_killed_at_random_moments(mark: str)
 
 def test_a_namespace_whose_holder_is_about_to_end_is_left_again() -> None:
     """As by a command that was starting when its owner was stopped, and that nobody would end."""
-    script = "import os, sys, time; from thinwire.lab import inside; inside._call('unshare', inside._CLONE_NEWNET); "
-    script += "inside._call('prctl', inside._PR_SET_NAME, sys.argv[1].encode()); print(flush=True); time.sleep(100)"
+    script = "import inside, sys; inside._call('unshare', inside._CLONE_NEWNET); "
+    script += "inside._call('prctl', inside._PR_SET_NAME, sys.argv[1].encode()); print(flush=True); sys.stdin.read()"
     for name, said in ((inside._HOLDING, "inside\n"), (inside._ENDING, "")):
-        with subprocess.Popen([sys.executable, "-c", script, name], stdout=subprocess.PIPE, text=True) as holder:
+        holding = [sys.executable, "-c", script, name]
+        with subprocess.Popen(
+            holding, cwd=SCRIPT.parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as holder:
             line_of(holder)
             command = [*INTERPRETER, str(SCRIPT), "enter", str(holder.pid), "0", "--", "echo", "inside"]
             found = subprocess.run(command, capture_output=True, text=True, check=False)
-            holder.kill()
         assert (found.returncode, found.stdout, found.stderr) == (0 if said else 137, said, "")
 
 
